@@ -45,7 +45,7 @@
  *  Types
  *   Types: matrices and layers                       330  weights, attention, delta net, layer
  *   Types: the table of tensors                      310  every tensor: names, field, shape, who has it
- *   Types: the table of keys                         120  every key: name, kind, range, default
+ *   Types: the table of keys                         150  every key: name, kind, range, default
  *   Types: models                                    320  model, family; sizes that follow from them
  *   Types: operations                                300  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
@@ -56,15 +56,16 @@
  *
  *  Model
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
- *   Families: what they share                        160  heads, windows, rotations
+ *   Families: what they share                        200  heads, windows, rotations
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
  *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                       190  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
  *   Families: Inkling 2                              120  the same of Inkling 2
- *   Families: the forward                            200  the forward of all. START HERE
- *   Model: layers and files                          510  binds layers, checks leftovers, opens files
+ *   Families: n-grams                                120  the same of Qwen3.8-Flash-Next
+ *   Families: the forward                            240  the forward of all. START HERE
+ *   Model: layers and files                          540  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
  *   Synthetic models: shapes                         280  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
@@ -87,18 +88,19 @@
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                   350  embedding, norms, all-reduce
- *   CPU operations: matrices and rotations           250  linear, input of MTP, RoPE
+ *   CPU operations: matrices and rotations           300  linear, input of MTP, RoPE
  *   CPU operations: attention                        440  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
- *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
+ *   CPU operations: sparse attention                 180  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: recurrent states                 210  gated delta nets and Mamba-2
  *   CPU operations: blocks of layers                 280  the residual of Inkling 2, and its attention
+ *   CPU operations: n-grams                          100  rows of a table of n-grams, and what they add
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
  *   CPU operations: feed-forward                     470  router and experts
- *   CPU operations: logits and results               120  logits, and operations that wait
+ *   CPU operations: logits and results               140  logits, and operations that wait
  *   CPU operations: memory of a rank                 240  the table of operations; what a rank allocates
  *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
@@ -171,7 +173,7 @@
  *   Plan                                             560  --plan: bytes and roofline before anything is loaded
  *   Plan: the machine                                 110  GPUs or CPU, described or found
  *   Plan: forecast                                   450  the speed of decode: a fixed time and bytes for each kernel
- *   Plan: the answer                                 400  as text and as JSON
+ *   Plan: the answer                                 460  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
  *   Engine                                           440  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
@@ -1095,7 +1097,9 @@ enum {
     MAX_TRAINED = 1 << 28,   /* positions that a model was trained for */
     MAX_WIDTH = 1 << 20,     /* of a feed-forward */
     MAX_EMBD_ROWS = 1 << 24, /* rows of an embedding */
-    HC_MAX = 8               /* residual streams of hyper-connections */
+    HC_MAX = 8,              /* residual streams of hyper-connections */
+    NGRAM_MAX = 8,           /* tokens of an n-gram */
+    NGRAM_HEADS = 64         /* rows of the table of n-grams that a token reads */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -1133,11 +1137,14 @@ struct attn {
     int pooled;         /* tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
     int n_out_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
     /* An indexer chooses the keys: of MLA one by one or in pools, for all heads; of GQA in blocks, for each KV head. */
-    int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the latest choice before it */
-    int index_k;      /* values of a head of the indexer and of its key */
-    int top_k;        /* keys that a query sees at most, the indexer's choice; 0: all */
-    int index_block;  /* keys that are chosen together and divide top_k: a power of two, or the tokens of a pool */
-    int index_local;  /* blocks that a query always sees, its own and those before it */
+    int n_index;     /* heads of the indexer; 0: none, and with top_k the layer takes the latest choice before it */
+    int index_k;     /* values of a head of the indexer and of its key */
+    int top_k;       /* keys that a query sees at most, the indexer's choice; 0: all */
+    int index_block; /* keys that are chosen together; it divides top_k, and is a power of two unless index_by_block */
+    int index_local; /* blocks that a query always sees, its own and those before it */
+    /* GQA: the indexer has one key for each complete block, made of the mean of its tokens' keys, and chooses once for
+     * all heads. A query sees the incomplete block besides. */
+    bool index_means;
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
@@ -1154,6 +1161,10 @@ struct attn {
 
 /* Whether the indexer of latent attention has a key for every pool of compress_ratio tokens. */
 static inline bool attn_pools(const struct attn *a) { return a->kv_lora && a->compress_ratio; }
+
+/* Whether the indexer has a key for each complete block of index_block keys, and a query sees the incomplete one
+ * besides. */
+static inline bool index_by_block(const struct attn *a) { return attn_pools(a) || a->index_means; }
 
 /* The factor of the query at a position: attention stays as selective over many keys as over few (Llama 4's temperature
  * of attention). */
@@ -1214,7 +1225,7 @@ enum qk_norm {
     X(MLA, l->mixer == MIXER_MLA)                                                     \
     X(CSA, l->mixer == MIXER_CSA)                                                     \
     X(MAMBA, l->mixer == MIXER_MAMBA)                                                 \
-    X(MIXER, l->mixer != MIXER_NONE && l->mixer != MIXER_REL)                         \
+    X(ATTN_NORM, l->mixer != MIXER_NONE && l->mixer != MIXER_REL && !m->hc_low)       \
     X(REL, l->mixer == MIXER_REL)                                                     \
     X(REL_WINDOW, l->mixer == MIXER_REL && l->attn.window)                            \
     X(REL_FULL, l->mixer == MIXER_REL && !l->attn.window)                             \
@@ -1240,7 +1251,7 @@ enum qk_norm {
     X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                                \
     X(KDA_FLAT, l->delta.n_decay > 1 && l->delta.flat_decay)                          \
     X(KDA_COLUMN, l->delta.n_decay > 1 && !l->delta.flat_decay)                       \
-    X(FFN_NORM, !l->post_norm && !l->no_ffn && l->mixer != MIXER_NONE)                \
+    X(FFN_NORM, !l->post_norm && !l->no_ffn && l->mixer != MIXER_NONE && !m->hc_low)  \
     X(POST_NORM, l->post_norm)                                                        \
     X(DENSE_FFN, !l->n_expert && !l->no_ffn)                                          \
     X(EXPERTS, l->n_expert > 0)                                                       \
@@ -1249,7 +1260,9 @@ enum qk_norm {
     X(SHARED, l->n_ff_shared > 0)                                                     \
     X(EXPERT_IDS, l->has_expert_ids)                                                  \
     X(BIASES, l->has_biases)                                                          \
-    X(HC, layer_streams(m, l) > 0)                                                    \
+    X(HC, layer_streams(m, l) > 0 && !m->hc_low)                                      \
+    X(HC_LOW, m->hc_low > 0)                                                          \
+    X(NGRAMS, l->ngrams)                                                              \
     X(MTP, l->mtp)
 enum {
 #define CONDITION(bit, test) CONDITION_##bit,
@@ -1301,10 +1314,14 @@ static inline struct glu glu_silu_clamp(float limit) {
 /* How a head's gate scales its result. */
 enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
 
-/* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see hc_mix). */
+/* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see hc_mix). With hc_low the
+ * coefficients go through a low rank instead, see forward_streams. */
 struct hyper {
     const float *fn;           /* ((2 + n_hc) * n_hc, n_hc * n_embd); NULL: the mean of the streams is read */
     const float *base, *scale; /* ((2 + n_hc) * n_hc), (3) */
+    const float *norm;         /* low rank: (n_hc, n_embd) weights of the streams' norms */
+    struct weight down, up;    /* low rank: (hc_low, n_hc * n_embd), (n_hc * n_embd, hc_low) how streams are read */
+    struct weight inject;      /* low rank: (n_hc, n_hc * n_embd) how they are written; the model's hc_head has none */
 };
 
 /* Pools `compress_ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are
@@ -1338,6 +1355,7 @@ struct layer {
     bool no_ffn;         /* the layer is what mixes tokens alone */
     bool one_stream;     /* there are no hyper-connections around it (an MTP layer that gets the mean of the streams) */
     bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
+    bool ngrams;         /* rows of the table of n-grams are added to the streams before the layer */
     uint64_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
     struct attn attn;
     const float *attn_norm, *ffn_norm; /* (n_embd) */
@@ -1380,6 +1398,10 @@ struct layer {
     const float *read_messages;         /* (READS, n_embd) queries of messages */
     struct message_gate gate_of[READS]; /* how messages are mixed in, after the block's first visit */
     int n_gate_low;                     /* rank of the message gates; 0: the block is visited once */
+    /* n-grams, see forward_ngrams; E = n_head * row of struct ngram */
+    struct weight ngram_key, ngram_value;           /* (n_hc * n_embd, E), (n_embd, E) */
+    const float *ngram_key_norm, *ngram_query_norm; /* (n_hc, n_embd) */
+    const float *ngram_conv_norm, *ngram_conv;      /* (n_hc, n_embd), (n_hc * n_embd, n_conv of struct ngram) */
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
@@ -1469,6 +1491,10 @@ enum dim {
     DIM_SHARED,           /* n_ff_shared */
     DIM_LATENT,           /* n_latent */
     DIM_EXPERT,           /* n_latent, or n_embd where there is none */
+    /* of hyper-connections of a low rank, and of n-grams */
+    DIM_HC_LOW,     /* hc_low */
+    DIM_NGRAM,      /* values of a token's rows of the table */
+    DIM_NGRAM_CONV, /* taps of the convolution */
     /* of a gated delta net or Mamba-2 */
     DIM_CONV,       /* n_conv */
     DIM_KEY,        /* n_key * head_k */
@@ -1530,7 +1556,7 @@ enum { NOT_BOUND = UINT16_MAX };
     { name, hf, offsetof(struct layer, field), TENSOR_MATRIX, DIM_##in, DIM_##out, DIM_ONE, when, true }
 /* clang-format off */
 static const struct tensor_rule tensor_rules[] = {
-    VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              HAS_MIXER),
+    VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              HAS_ATTN_NORM),
     VECTOR("attn_norm.weight",      "input_layernorm",              ffn_norm,    EMBD,              HAS_FFN_ALONE),
     MATRIX("attn_q_a",              "self_attn.q_a_proj",           wq_a,        EMBD,    Q_LORA,   ONE,     HAS_Q_LORA),
     VECTOR("attn_q_a_norm.weight",  "self_attn.q_a_layernorm",      q_a_norm,    Q_LORA,            HAS_Q_LORA),
@@ -1571,6 +1597,20 @@ static const struct tensor_rule tensor_rules[] = {
     VECTORS("hc_ffn_fn.weight",     "ffn_hc.fn",                    hc_ffn.fn,   HC_EMBD, HC_MIX,        HAS_HC),
     VECTOR("hc_ffn_base.weight",    "ffn_hc.base",                  hc_ffn.base, HC_MIX,        HAS_HC),
     VECTOR("hc_ffn_scale.weight",   "ffn_hc.scale",                 hc_ffn.scale, HC_SCALES,    HAS_HC),
+    VECTOR("hc_attn_norm.weight",   "attn_hyper_connection.hc_norm", hc_attn.norm, HC_EMBD,     HAS_HC_LOW),
+    MATRIX("hc_attn_down",          "attn_hyper_connection.input_mix_weight_down", hc_attn.down, HC_EMBD, HC_LOW, ONE, HAS_HC_LOW),
+    MATRIX("hc_attn_up",            "attn_hyper_connection.input_mix_weight_up", hc_attn.up, HC_LOW, HC_EMBD, ONE, HAS_HC_LOW),
+    MATRIX("hc_attn_inject",        "attn_hyper_connection.block_inject_weight", hc_attn.inject, HC_EMBD, HC, ONE, HAS_HC_LOW),
+    VECTOR("hc_ffn_norm.weight",    "mlp_hyper_connection.hc_norm", hc_ffn.norm, HC_EMBD,       HAS_HC_LOW),
+    MATRIX("hc_ffn_down",           "mlp_hyper_connection.input_mix_weight_down", hc_ffn.down, HC_EMBD, HC_LOW, ONE, HAS_HC_LOW),
+    MATRIX("hc_ffn_up",             "mlp_hyper_connection.input_mix_weight_up", hc_ffn.up, HC_LOW, HC_EMBD, ONE, HAS_HC_LOW),
+    MATRIX("hc_ffn_inject",         "mlp_hyper_connection.block_inject_weight", hc_ffn.inject, HC_EMBD, HC, ONE, HAS_HC_LOW),
+    MATRIX("ple_key",               "ple.key_proj",                 ngram_key,   NGRAM,   HC_EMBD,  ONE,     HAS_NGRAMS),
+    MATRIX("ple_value",             "ple.value_proj",               ngram_value, NGRAM,   EMBD,     ONE,     HAS_NGRAMS),
+    VECTOR("ple_norm_key.weight",   "ple.norm_key",                 ngram_key_norm, HC_EMBD,    HAS_NGRAMS),
+    VECTOR("ple_norm_query.weight", "ple.norm_query",               ngram_query_norm, HC_EMBD,  HAS_NGRAMS),
+    VECTOR("ple_norm_conv.weight",  "ple.norm_conv",                ngram_conv_norm, HC_EMBD,   HAS_NGRAMS),
+    VECTORS("ple_conv1d.weight",    "ple.conv1d",                   ngram_conv,  NGRAM_CONV, HC_EMBD,         HAS_NGRAMS),
     {"ffn_gate_tid2eid.weight", "mlp.gate.tid2eid", offsetof(struct layer, expert_ids), TENSOR_IDS, DIM_USED, DIM_TOKENS, DIM_ONE, HAS_EXPERTS | HAS_EXPERT_IDS, false},
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
     MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
@@ -1833,7 +1873,18 @@ static const struct key_rule key_rules[] = {
     {"hyper_connection.count",               KEY_INT,  KEY_ONE,    1, HC_MAX,      KEY_REQUIRED},
     {"hyper_connection.sinkhorn_iterations", KEY_INT,  KEY_ONE,    1, 1000,        KEY_REQUIRED},
     {"hyper_connection.epsilon",             KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"hyper_connection.low_rank",            KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
     {"hash_layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  KEY_REQUIRED},
+    /* the table of n-grams */
+    {"ple.layers",                           KEY_INT,  KEY_LIST,   0, MAX_LAYERS - 1, KEY_FOLLOWS}, /* without it there is none */
+    {"ple.ngram_size",                       KEY_INT,  KEY_ONE,    2, NGRAM_MAX,   KEY_REQUIRED},
+    {"ple.heads_per_ngram",                  KEY_INT,  KEY_ONE,    1, NGRAM_HEADS, KEY_REQUIRED},
+    {"ple.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
+    {"ple.eos_token_id",                     KEY_INT,  KEY_ONE,    0, MAX_EMBD_ROWS - 1, KEY_REQUIRED},
+    {"ple.layer_multipliers",                KEY_INT,  KEY_LIST,   1, 0x1p62,      KEY_REQUIRED}, /* times any token below 2^63 */
+    {"ple.head_offsets",                     KEY_INT,  KEY_LIST,   0, INT32_MAX,   KEY_REQUIRED}, /* rows of the table */
+    {"ple.head_vocab_sizes",                 KEY_INT,  KEY_LIST,   1, INT32_MAX,   KEY_REQUIRED},
+    {"embedding_length_per_layer_input",     KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED}, /* values of such a row */
     /* gated delta nets and Mamba-2 */
     {"ssm.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
     {"ssm.group_count",                      KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
@@ -1915,6 +1966,21 @@ struct max_dims {
     int eh;                                   /* columns of eh_proj; 0: there is no MTP layer */
 };
 
+/* The table of n-grams: rows that stand for a token and up to size - 1 before it. A head has rows of its own, of which a
+ * hash of the tokens chooses one; per_size heads look at n tokens, for each n from 2 to size. See forward_ngrams. */
+struct ngram {
+    int size;                      /* tokens of the longest n-grams; 0: the model has no table */
+    int per_size, n_head;          /* heads for n-grams of a length, all heads */
+    int n_conv;                    /* taps of the convolution of what the rows add, `size` tokens apart */
+    int row;                       /* values of a row */
+    int layer;                     /* of the model: the rows are added before it */
+    int32_t eos;                   /* the token that ends a text: no n-gram goes beyond it */
+    int64_t multiplier[NGRAM_MAX]; /* (size) by the distance from the latest token */
+    int64_t offset[NGRAM_HEADS];   /* (n_head) the first row of a head, */
+    int64_t n_row[NGRAM_HEADS];    /* and how many it has */
+    struct weight table;           /* (rows of all heads, row) */
+};
+
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
  * rank's own; all other sizes are the model's. */
 struct model {
@@ -1932,8 +1998,10 @@ struct model {
     int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float hc_eps;
-    struct hyper
-        hc_head;   /* how the last row is made of the streams: (n_hc, n_hc * n_embd), (n_hc), (1); or their mean */
+    int hc_low; /* low rank of hyper-connections; 0: they are those of arXiv 2512.24880 */
+    /* how the last row is made of the streams: fn (n_hc, n_hc * n_embd), base (n_hc), scale (1) */
+    struct hyper hc_head; /* or, without fn, their mean */
+    struct ngram ngram;
     int res_block; /* layers of a block, where the residual is blocks of layers; 0: it is not */
     int n_res;     /* rows of A_HC then: the embedding, blocks, and those of the loop's last pass; 0: none */
     const float *read_end, *embd_norm; /* (n_embd) the query of the last row; norm of the embedding, NULL: none */
@@ -1951,7 +2019,7 @@ struct model {
     bool pruned;                /* the file says that experts were removed */
     int n_expert_original;      /* before pruning, 0 if not recorded */
     struct weight embd, output; /* (n_vocab, n_embd) */
-    const float *output_norm;   /* (n_embd) */
+    const float *output_norm;   /* (n_embd); NULL: hc_head makes a row that needs none */
     struct layer *layers;       /* (model_blocks): those of the forward, then the MTP layers */
     uint64_t file_bytes;        /* of all split files; 0 for synthetic weights */
     bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
@@ -2046,11 +2114,17 @@ static inline const float *mtp_norm(const struct model *m, const struct layer *l
 }
 
 /* Lists of chosen blocks that a query has: one, or one for each KV head. */
-static inline int attn_topk_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
+static inline int attn_topk_lists(const struct attn *a) { return a->kv_lora || a->index_means ? 1 : a->n_head_kv; }
 /* Blocks that an indexer chooses for a list. */
 static inline int attn_topk_chosen(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
-/* Blocks of a list: those, and with pools the unfinished one. */
-static inline int attn_topk_blocks(const struct attn *a) { return attn_topk_chosen(a) + (a->top_k && attn_pools(a)); }
+/* Blocks of a list: those, and after them the incomplete one. */
+static inline int attn_topk_blocks(const struct attn *a) {
+    return attn_topk_chosen(a) + (a->top_k && index_by_block(a));
+}
+/* Keys that a query sees at most where an indexer chooses, and in a context of so many all of them. */
+static inline int attn_topk_most(const struct attn *a) {
+    return a->top_k + (index_by_block(a) ? a->index_block - 1 : 0);
+}
 /* Blocks of all lists of a query. */
 static inline size_t attn_topk_all(const struct attn *a) {
     return (size_t)attn_topk_lists(a) * (size_t)attn_topk_blocks(a);
@@ -2112,6 +2186,9 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_HC: return m->n_hc;
     case DIM_HC_MIX: return (2 + m->n_hc) * m->n_hc;
     case DIM_HC_SCALES: return 3;
+    case DIM_HC_LOW: return m->hc_low;
+    case DIM_NGRAM: return m->ngram.n_head * m->ngram.row;
+    case DIM_NGRAM_CONV: return m->ngram.n_conv;
     case DIM_COMPRESS_RATIO: return a->compress_ratio;
     case DIM_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->head_k : 0;
     case DIM_INDEX_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->index_k : 0;
@@ -2246,7 +2323,13 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
     ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams; (n_tok, n_res * n_embd) blocks */ \
-    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients, read_blocks */        \
+    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients, read_blocks; hc_low: (n_tok, n_hc) \
+                      how they are written */                                                                       \
+    ACT(NORMS)     /* (n_tok, n_hc * n_embd) hc_low: norms of the streams */                                        \
+    ACT(MIX_LOW)   /* (n_tok, hc_low) hc_low: how they are read, in the low rank */                                 \
+    ACT(MIX_UP)    /* (n_tok, n_hc * n_embd) hc_low: the same for each value; keys of n-grams */                    \
+    ACT(NGRAM)     /* (n_tok, n_head * row) rows of the table of n-grams */                                         \
+    ACT(NGRAM_V)   /* (n_tok, n_embd) what they add to every stream */                                              \
     ACT(CK)        /* (n_tok, pooled / compress_ratio * head_k) compressor: values */                               \
     ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                          \
     ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */               \
@@ -2353,6 +2436,16 @@ enum {
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
     /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */                       \
     X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                         \
+    /* hc_low: adds the partial sums to the streams as A_MIX says; out = norm(each stream) */                          \
+    X(void, streams_norm, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* hc_low: out = the mean of the streams' norms (in[1]), each value times sigmoid(w silu(in[0] / n_hc)).           \
+       Overwrites both, and A_MIX_UP */                                                                                \
+    X(void, streams_read, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* out = rows of w, the table of n-grams, for each token and those before it */                                    \
+    X(void, ngrams, STEP_PARAMS, STEP_ARGS)                                                                            \
+    /* adds to each stream its gate times values (in[2]), and their convolution; the gate is the product of the        \
+       stream's norm (in[0]) with the norm of a key (in[1]). Overwrites all three */                                   \
+    X(void, ngrams_add, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* out = w times the groups of heads in `in` */                                                                    \
     X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
@@ -2400,7 +2493,7 @@ enum {
 /* All operations that only enqueue work. */
 #define ENQUEUE_OPS(X)                                                                                                 \
     STEP_OPS(X)                                                                                                        \
-    /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on each rank of the last stage; the root joins them */  \
+    /* logits = w (norm(A_X) * norm), norm NULL: w A_X, of rows first..first+n-1, on each rank of the last stage; the root joins them */  \
     X(void, logits, (struct rank *r, const float *norm, const struct weight *w, int first, int n),                     \
       (r, norm, w, first, n))                                                                                          \
     /* chooses n tokens by rows first.. of the logits: the i-th after tokens[0..n_past + i), of which the repeat       \
@@ -2560,13 +2653,14 @@ enum cache_use {
     CACHE_COMPRESSED, /* blocks: pooled rows; compressed keys */
     CACHE_STATE,      /* a recurrent state */
     CACHE_INDEX,      /* keys of the indexer of sparse attention */
-    CACHE_INDEX_WINDOW, /* a ring of what compressed keys of the indexer will be made of */
+    CACHE_INDEX_WINDOW, /* a ring of what compressed keys of the indexer will be made of; index_means: tokens' keys */
     /* rings of the latest tokens' inputs of short convolutions: of keys, values, results of attention and of the
      * feed-forward */
     CACHE_CONV_K,
     CACHE_CONV_V,
     CACHE_CONV_ATTN,
     CACHE_CONV_FFN,
+    CACHE_NGRAM, /* a ring of what n-grams add, before the convolution, and of token ids */
     CACHE_USES
 };
 
@@ -2947,6 +3041,34 @@ static inline void index_compressed_cache(enum kv_type type, const struct attn *
     out[CACHE_INDEX_WINDOW] = compressor_ring(a, a->index_k);
 }
 
+/* The cache tensors of an indexer whose keys are means, and of its tokens' keys: those of an unfinished block, up to
+ * MAX_ROLLBACK that may be rolled back, and one decode batch. */
+static inline void means_cache(const struct attn *a, enum kv_type type, struct cache_tensor out[CACHE_USES]) {
+    out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
+    out[CACHE_INDEX].kind = ROWS_BLOCKS;
+    out[CACHE_INDEX].row_tokens = a->index_block;
+    out[CACHE_INDEX_WINDOW] = cache_make(KV_F32, a->index_k, 1);
+    out[CACHE_INDEX_WINDOW].kind = ROWS_RING;
+    out[CACHE_INDEX_WINDOW].window = a->index_block - 1;
+    out[CACHE_INDEX_WINDOW].n_row = a->index_block - 1 + 2 * MAX_ROLLBACK;
+}
+
+/* Tokens before the first of a forward of which n-grams read something: those under the convolution, of which those of
+ * the longest n-gram are a part unless it has one tap. */
+static inline int ngram_window(const struct ngram *g) {
+    return g->n_conv > 1 ? (g->n_conv - 1) * g->size : g->size - 1;
+}
+
+/* The ring of n-grams: for every stream what is under the convolution, then the token's id, which F32 holds exactly. */
+static inline struct cache_tensor ngram_ring(const struct model *m) {
+    struct cache_tensor p = cache_make(KV_F32, m->n_hc * m->n_embd + 1, 1);
+    p.kind = ROWS_RING;
+    p.window = ngram_window(&m->ngram);
+    p.n_row = p.window + 2 * MAX_ROLLBACK;
+    return p;
+}
+static_assert(MAX_EMBD_ROWS <= 1 << 24, "F32 holds every token id exactly");
+
 /* The cache tensors of attention with one KV head. */
 static inline void csa_cache(const struct layer *layer, enum kv_type type, int n_ctx_train,
                              struct cache_tensor out[CACHE_USES]) {
@@ -3013,7 +3135,9 @@ static inline void layer_cache(const struct model *m, const struct layer *layer,
     case MIXER_NONE: break;
     }
     if (a->n_index && attn_pools(a)) index_compressed_cache(type, a, out);
+    else if (a->n_index && a->index_means) means_cache(a, type, out);
     else if (a->n_index && !a->compress_ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
+    if (layer->ngrams) out[CACHE_NGRAM] = ngram_ring(m);
     if (m->family->cache) m->family->cache(m, layer, out);
 }
 
@@ -3139,14 +3263,17 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
 static inline double cache_tensor_reads(const struct layer *layer, enum cache_use use, const struct cache_tensor *p,
                                         size_t n_past) {
     const size_t window = (size_t)layer->attn.window, top_k = (size_t)layer->attn.top_k;
-    const size_t per_token = layer->attn.compress_ratio ? (size_t)(layer->attn.pooled / layer->attn.compress_ratio) : 0;
+    const size_t per_token = layer->attn.index_means      ? 1
+                             : layer->attn.compress_ratio ? (size_t)(layer->attn.pooled / layer->attn.compress_ratio)
+                                                          : 0;
+    /* keys of the indexer, where the query sees all keys */
+    const size_t chosen = index_by_block(&layer->attn) ? (size_t)attn_topk_chosen(&layer->attn) : top_k;
     size_t rows = cache_rows_of(p, n_past);
     if (per_token && (use == CACHE_WINDOW || use == CACHE_INDEX_WINDOW)) rows = rows < per_token ? rows : per_token;
     else if (p->kind == ROWS_RING && rows > (size_t)p->window) rows = (size_t)p->window;
     else if (p->kind == ROWS_TOKENS && window && rows > window) rows = window;
     else if ((use <= CACHE_V || use == CACHE_COMPRESSED) && top_k && rows > top_k) rows = top_k;
-    else if (use == CACHE_INDEX && rows <= (p->kind == ROWS_BLOCKS ? (size_t)attn_topk_chosen(&layer->attn) : top_k))
-        rows = 0; /* the query sees all keys */
+    else if (use == CACHE_INDEX && rows <= chosen) rows = 0; /* the query sees all keys */
     return (double)(rows * (p->row_bytes + cache_scale_bytes(p))) * (p->kind == ROWS_STATE ? 2 : 1);
 }
 
@@ -3171,7 +3298,7 @@ static inline double layer_index_reads(const struct model *m, const struct layer
 /* Of the rows that compressed keys are made of. */
 static inline double layer_recent_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                         size_t n_past) {
-    if (!layer->attn.compress_ratio) return 0;
+    if (!layer->attn.compress_ratio && !layer->attn.index_means) return 0;
     return layer_reads(m, layer, type, n_past, CACHE_WINDOW, CACHE_WINDOW) +
            layer_reads(m, layer, type, n_past, CACHE_INDEX_WINDOW, CACHE_INDEX_WINDOW);
 }
@@ -3208,7 +3335,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_EH] = (m->n_hc ? m->n_hc : 1) * m->max.eh;
     width[A_JOINED] = m->n_mtp ? m->n_hc * m->n_embd : 0;
     width[A_HC] = (m->n_hc + m->n_res) * m->n_embd;
-    width[A_MIX] = m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : blocks_mix_width(m);
+    width[A_MIX] = m->hc_low ? m->n_hc : m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : blocks_mix_width(m);
     width[A_HK] = width[A_HV] = m->n_res ? m->n_embd : 0;
     width[A_REL] = m->max.rel;
     width[A_SINK] = m->max.sinks;
@@ -3216,6 +3343,10 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_GATE_LOW] = m->max.gate_low;
     width[A_FORGET] = width[A_GAIN] = m->max.gate_low ? m->n_embd : 0;
     width[A_PAIR_Q] = width[A_PAIR_K] = width[A_PAIR_V] = m->max.gate_low ? 2 * m->n_embd : 0;
+    width[A_NORMS] = width[A_MIX_UP] = m->hc_low ? m->n_hc * m->n_embd : 0;
+    width[A_MIX_LOW] = m->hc_low;
+    width[A_NGRAM] = m->ngram.n_head * m->ngram.row;
+    width[A_NGRAM_V] = m->ngram.size ? m->n_embd : 0;
     width[A_CK] = width[A_CG] = m->max.compressed;
     width[A_ICK] = width[A_ICG] = m->max.index_compressed;
     width[A_GROUPS] = m->max.groups;
@@ -3455,6 +3586,7 @@ struct gpu_dims {
 static inline const char *gpu_lacks(const struct model *m) {
     for (int il = 0; il < model_blocks(m); il++)
         if (attn_pools(&m->layers[il].attn)) return "indexers of pools of keys";
+    if (m->hc_low) return "hyper-connections of a low rank, tables of n-grams and indexers of means";
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res) return "blocks of layers as the residual, and attention with a bias by distance,";
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
@@ -4264,14 +4396,6 @@ static struct input residual(const struct model *m, const struct layer *l, enum 
     return (struct input){A_H, A_X, partial, norm, layer_streams(m, l) ? hc : NULL};
 }
 
-/* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or the MTP
- * layer's eh_proj, has left. */
-static struct input layer_input(const struct model *m, int il) {
-    const struct layer *l = &m->layers[il];
-    const enum act partial = layer_streams(m, l) && l->mtp ? A_JOINED : il ? A_OUT : ACT_COUNT;
-    return residual(m, l, partial, l->attn_norm, &l->hc_attn);
-}
-
 /* Slots, as a list that ends with ACT_COUNT. */
 #define SLOTS(...) ((const enum act[]){__VA_ARGS__, ACT_COUNT})
 
@@ -4312,6 +4436,35 @@ static void step_add_products(struct program *p, enum op op, int il, struct inpu
 }
 #define LINEAR(p, il, input, ...) \
     step_add_products(p, OP_linear, il, input, (const struct product[]){__VA_ARGS__, {NULL, ACT_COUNT}})
+
+/* Adds the norms of the streams, after partial sums have been added to them, in A_NORMS. */
+static void step_add_streams_norm(struct program *p, int il, enum act partial, const float *norm) {
+    step_add_input(p, OP_streams_norm, il, (struct input){A_HC, A_HC, partial, norm, NULL}, A_NORMS);
+}
+
+/* Hyper-connections of a low rank, see "Families: the forward": reads the streams, after partial sums have been added to
+ * them, as one row in `out`. A_MIX says how the result will be written to them. */
+static struct input forward_streams(struct program *p, const struct hyper *hc, int il, enum act partial, enum act out) {
+    step_add_streams_norm(p, il, partial, hc->norm);
+    LINEAR(p, il, plain(A_NORMS), {&hc->down, A_MIX_LOW}, {&hc->inject, A_MIX});
+    step_add(p, OP_streams_read, il, SLOTS(A_MIX_LOW, A_NORMS), out)->w[0] = &hc->up;
+    return plain(out);
+}
+
+/* The input of a half of layer il: the norm of the residual, or what the half reads of the streams. The half that the
+ * partial sums come from is the one before. */
+static struct input half_input(struct program *p, const struct model *m, int il, enum act partial, const float *norm,
+                               const struct hyper *hc) {
+    return m->hc_low ? forward_streams(p, hc, il, partial, A_H) : residual(m, &m->layers[il], partial, norm, hc);
+}
+
+/* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or the MTP
+ * layer's eh_proj, has left, unless n-grams have taken them. */
+static struct input layer_input(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    const enum act partial = layer_streams(m, l) && l->mtp ? A_JOINED : il && !l->ngrams ? A_OUT : ACT_COUNT;
+    return half_input(p, m, il, partial, l->attn_norm, &l->hc_attn);
+}
 
 /* ============================================================================================================
  * Families: grouped-query attention
@@ -4482,7 +4635,7 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
 /* A layer's grouped-query attention: A_X to partial sums in A_OUT, as of all mixers. */
 static void forward_gqa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
+    LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
            {&l->wk_index, A_IK}, {&l->wq_index, A_IQ});
     if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_qk_norm_rows, il, SLOTS(A_Q, A_K), ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK), ACT_COUNT);
@@ -4576,7 +4729,7 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
 /* A layer's multi-head latent attention. The query may go through a low rank, and heads may have gates. */
 static void forward_mla(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->wq, A_Q}, {&l->wk_index, A_IK},
+    LINEAR(p, il, layer_input(p, m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->wq, A_Q}, {&l->wk_index, A_IK},
            {&l->index_compressor.gate, A_ICG}, {&l->w_index, A_IW}, {&l->w_gate, A_GATE});
     if (l->attn.q_lora) LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
     if (l->attn.n_index)
@@ -4687,7 +4840,7 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
 /* A layer's attention of one KV head over a window and compressed keys. */
 static void forward_csa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->compressor.kv, A_CK},
+    LINEAR(p, il, layer_input(p, m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->compressor.kv, A_CK},
            {&l->compressor.gate, A_CG}, {&l->index_compressor.kv, A_ICK}, {&l->index_compressor.gate, A_ICG},
            {&l->w_index, A_IW});
     LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
@@ -4726,11 +4879,10 @@ static void read_delta(struct loader *l) {
                     d->n_key, d->n_value, inner);
 }
 
-/* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
-static void read_qwen35(struct loader *l) {
+/* Reads the metadata of gated delta nets (arXiv 2412.06464) and of layers of attention among them. */
+static void read_gated_delta(struct loader *l) {
     int every[MAX_LAYERS];
     read_gqa(l);
-    l->m->norm_topk_prob = true;
     read_delta(l);
     const int interval = loader_int(l, "full_attention_interval");
     if (l->failed) return;
@@ -4742,6 +4894,12 @@ static void read_qwen35(struct loader *l) {
     if (!loader_key(l, "attention.recurrent_layers", key)) return;
     loader_ints(l, "attention.recurrent_layers", every);
     for (int il = 0; il < l->m->n_layer && !l->failed; il++) l->recurrent[il] = every[il];
+}
+
+/* Reads the metadata of Qwen3.5 and Qwen3-Next. */
+static void read_qwen35(struct loader *l) {
+    read_gated_delta(l);
+    l->m->norm_topk_prob = true;
 }
 
 /* A layer of qwen35moe, whose value heads are tiled, with a gated delta net or gated attention. */
@@ -4889,12 +5047,12 @@ static void layer_glm5_next(struct loader *l, struct layer *layer, int il) {
 static void forward_delta(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     if (l->delta.low) {
-        LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz_low, A_Z_LOW},
+        LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz_low, A_Z_LOW},
                {&l->w_alpha_low, A_ALPHA_LOW}, {&l->w_beta, A_BETA});
         LINEAR(p, il, plain(A_Z_LOW), {&l->wz, A_Z});
         LINEAR(p, il, plain(A_ALPHA_LOW), {&l->w_alpha, A_ALPHA});
     } else {
-        LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz, A_Z},
+        LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz, A_Z},
                {&l->w_alpha, A_ALPHA}, {&l->w_beta, A_BETA});
     }
     step_add(p, OP_delta_net, il, SLOTS(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA), A_ATT);
@@ -4946,7 +5104,7 @@ static void layer_nemotron_h(struct loader *l, struct layer *layer, int il) {
 /* A layer's Mamba-2. */
 static void forward_mamba(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    LINEAR(p, il, layer_input(m, il), {&l->wz, A_Z}, {&l->wv, A_V}, {&l->wk, A_K}, {&l->wq, A_Q},
+    LINEAR(p, il, layer_input(p, m, il), {&l->wz, A_Z}, {&l->wv, A_V}, {&l->wk, A_K}, {&l->wq, A_Q},
            {&l->w_alpha, A_ALPHA});
     step_add(p, OP_mamba, il, SLOTS(A_Q, A_K, A_V, A_Z, A_ALPHA), A_ATT);
     LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
@@ -5059,6 +5217,109 @@ static void forward_rel(struct program *p, const struct model *m, int il) {
 }
 
 /* ============================================================================================================
+ * Families: n-grams
+ *
+ * Qwen3.8-Flash-Next: gated delta nets and gated attention to blocks of keys, streams that are read through a low rank,
+ * and a table of n-grams.
+ * ============================================================================================================ */
+
+/* Reads a list of n whole numbers of 64 bits within the table's range. */
+static void loader_longs(struct loader *l, const char *suffix, int n, int64_t *out) {
+    char key[128];
+    const struct key_rule *rule = key_rule_of(suffix);
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    if (l->failed) return;
+    if (!kv || !kv->is_array || kv->n < (uint64_t)n)
+        loader_fail(l, "metadata key '%s' is missing or has fewer than %d numbers", key, n);
+    for (int i = 0; i < n && !l->failed; i++)
+        if (!gguf_elem_int(kv, (uint64_t)i, &out[i]) || out[i] < (int64_t)rule->lo || out[i] > (int64_t)rule->hi)
+            loader_fail(l, "metadata key '%s' has no whole number from %.0f to %.0f at index %d", key, rule->lo,
+                        rule->hi, i);
+}
+
+/* Reads which layer the table of n-grams has, and how rows are found in it. */
+static void read_ngrams(struct loader *l) {
+    struct ngram *g = &l->m->ngram;
+    char key[128];
+    int64_t layer;
+    const struct gguf_kv *kv = loader_key(l, "ple.layers", key);
+    if (l->failed || !kv || !kv->n) return;
+    if (kv->n != 1 || !gguf_elem_int(kv, 0, &layer) || layer < 0 || layer >= l->m->n_layer) {
+        loader_fail(l, "metadata key '%s' has %llu values, expected the number of one of %d layers", key,
+                    (unsigned long long)kv->n, l->m->n_layer);
+        return;
+    }
+    g->layer = (int)layer;
+    g->size = loader_int(l, "ple.ngram_size");
+    g->per_size = loader_int_in(l, "ple.heads_per_ngram", KEY_REQUIRED, 1, NGRAM_HEADS / int_max(1, g->size - 1));
+    g->n_head = (g->size - 1) * g->per_size;
+    g->n_conv = loader_int(l, "ple.conv_kernel");
+    g->row = loader_int(l, "embedding_length_per_layer_input");
+    g->eos = loader_int(l, "ple.eos_token_id");
+    loader_longs(l, "ple.layer_multipliers", g->size, g->multiplier);
+    loader_longs(l, "ple.head_offsets", g->n_head, g->offset);
+    loader_longs(l, "ple.head_vocab_sizes", g->n_head, g->n_row);
+}
+
+/* Reads the metadata of Qwen3.8-Flash-Next. Files have no key for the gates of delta nets, which act by their sigmoid. */
+static void read_qwen4exp(struct loader *l) {
+    struct model *m = l->m;
+    read_gated_delta(l);
+    l->delta.sigmoid_gate = true;
+    m->n_hc = loader_int_in(l, "hyper_connection.count", KEY_REQUIRED, 2, KEY_HI);
+    m->hc_low = loader_int(l, "hyper_connection.low_rank");
+    read_indexer(l, 1);
+    l->attn.index_means = true;
+    loader_ratios(l);
+    for (int il = 0; il < m->n_layer && !l->failed; il++) {
+        const int ratio = l->compress_ratio[il];
+        if (!l->recurrent[il] && (!ratio || l->attn.top_k % ratio))
+            loader_fail(l,
+                        "metadata key '%s.attention.compress_ratios' has %d for layer %d, expected a divisor of "
+                        "attention.indexer.top_k, %d",
+                        l->arch, ratio, il, l->attn.top_k);
+    }
+    read_ngrams(l);
+    if (!l->failed && m->ngram.size && !l->recurrent[m->ngram.layer])
+        loader_fail(l, "metadata key '%s.ple.layers' has %d, which is a layer of attention, expected a gated delta net",
+                    l->arch, m->ngram.layer);
+}
+
+/* A layer of Qwen3.8-Flash-Next. */
+static void layer_qwen4exp(struct loader *l, struct layer *layer, int il) {
+    layer_qwen35(l, layer, il);
+    layer->post_norm = false;
+    layer->ngrams = l->m->ngram.size && il == l->m->ngram.layer;
+    if (!l->recurrent[il]) layer->attn.index_block = l->compress_ratio[il];
+}
+
+/* Attention to blocks (Qwen3.8-Flash-Next): an indexer makes one key of each r = index_block tokens, scores it, and a
+ * query sees the top_k / r complete blocks of the largest scores and the tokens of the incomplete one:
+ *
+ *   K_b = R_rb N(mean of W^K h_t over the tokens rb .. rb + r - 1)          q_t,j = R_t N(W^Q_j h_t)
+ *   I_t,b = sum over j of ReLU(q_t,j . K_b)
+ *
+ * The table of n-grams: before a layer, rows that the latest tokens choose are added to the streams X (n_hc, n_embd).
+ * x_s is the token s before the latest, or the end of text if that or one between is the end of text or there is none.
+ * Head i of those for n tokens has the rows from o_i on:
+ *
+ *   z = x_0 m_0 xor x_1 m_1 xor .. xor x_n-1 m_n-1              row_i = o_i + z mod n_i        m_s, o_i, n_i of struct ngram
+ *   e = [row_1; ..; row_n_head]      k_j = N(W^K e)_j           v = W^V e
+ *   g_j = k_j . N(X)_j / sqrt(n_embd)                           V_j = sigmoid(sign(g_j) sqrt(max(|g_j|, 1e-6))) v
+ *   X_j += V_j + SiLU(sum over taps c of w_c N(V_t - (n_conv - 1 - c) size)_j)
+ *
+ * A ring holds what the convolution and the hashes need of the tokens before a forward. */
+
+/* Adds the table's rows to the streams before layer il. */
+static void forward_ngrams(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    step_add_streams_norm(p, il, il ? A_OUT : ACT_COUNT, l->ngram_query_norm);
+    step_add(p, OP_ngrams, il, SLOTS(ACT_COUNT), A_NGRAM)->w[0] = &m->ngram.table;
+    LINEAR(p, il, plain(A_NGRAM), {&l->ngram_key, A_MIX_UP}, {&l->ngram_value, A_NGRAM_V});
+    step_add(p, OP_ngrams_add, il, SLOTS(A_NORMS, A_MIX_UP, A_NGRAM_V), A_HC);
+}
+
+/* ============================================================================================================
  * Families: the forward
  *
  * Start here. A forward is a list of steps over the layers of a rank's shard. A step is an operation (STEP_OPS), the
@@ -5103,6 +5364,12 @@ static void forward_rel(struct program *p, const struct model *m, int il) {
  * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. The last row is
  * read as x is, by coefficients of its own, or is the mean of the streams.
  *
+ * Hyper-connections of a low rank (Qwen3.8-Flash-Next) weigh every value of the streams, and do not mix them. N is the
+ * norm of each stream, after which F has no norm of its own:
+ *
+ *   p = sigmoid(W^up SiLU(W^down N(X) / n_hc))     x = mean over j of p_j * N(X)_j     a row of n_hc n_embd values
+ *   r = 2 sigmoid(W^inject N(X) / n_hc)            X_k = X_k + r_k F(x)
+ *
  * Blocks of layers as the residual (attention residuals): B_0 is the embedding, B_j the sum of what the layers of block
  * j have given, each half after a short convolution. A half reads, by a learned query w, of the blocks before it and
  * the sum so far of its own
@@ -5116,6 +5383,7 @@ static void forward_rel(struct program *p, const struct model *m, int il) {
 /* A layer: what mixes its tokens, then its feed-forward; in some families one of the two. */
 static void forward_layer(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
+    if (l->ngrams) forward_ngrams(p, m, il);
     switch (l->mixer) {
     case MIXER_GQA: forward_gqa(p, m, il); break;
     case MIXER_MLA: forward_mla(p, m, il); break;
@@ -5128,7 +5396,7 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     if (l->no_ffn) return;
     if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    const struct input in = m->n_res ? plain(A_H) : residual(m, l, partial, l->ffn_norm, &l->hc_ffn);
+    const struct input in = m->n_res ? plain(A_H) : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
     struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
@@ -5136,8 +5404,13 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
         if (w[i]->data) s->w[n++] = w[i];
 }
 
-/* Adds the last partial sums to the residual. hc: how the streams become one row; NULL: there is one. */
-static void forward_end(struct program *p, const struct hyper *hc) {
+/* Adds the last partial sums to the residual. hc: how the streams become one row, on the last stage; NULL: there is
+ * one. */
+static void forward_end(struct program *p, const struct model *m, const struct hyper *hc) {
+    if (m->hc_low && m->shard.stage + 1 == m->shard.n_stage) {
+        forward_streams(p, hc, -1, A_OUT, A_X);
+        return;
+    }
     step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, hc}, A_X);
 }
 
@@ -5155,7 +5428,7 @@ static void forward_layers(struct program *p, const struct model *m) {
     embed->w[0] = &m->embd;
     embed->norm = m->embd_norm;
     for (int il = 0; il < m->n_layer; il++) forward_layer(p, m, il);
-    forward_end(p, m->n_hc ? &m->hc_head : NULL);
+    forward_end(p, m, m->n_hc ? &m->hc_head : NULL);
     if (m->n_mtp) forward_keep(p, m, m->output_norm, false);
 }
 
@@ -5172,7 +5445,7 @@ static void forward_mtp(struct program *p, const struct model *m) {
     step_add_products(p, streams ? OP_hc_linear : OP_linear, il, plain(A_EH),
                       (const struct product[]){{&l->eh_proj, streams ? A_JOINED : A_OUT}, {NULL, 0}});
     forward_layer(p, m, il);
-    forward_end(p, streams ? &l->hc_head : NULL);
+    forward_end(p, m, streams ? &l->hc_head : NULL);
 }
 
 /* The same for a draft. A pass of the token that is drafted, at the next position, then finds its hidden state. */
@@ -5214,6 +5487,8 @@ static const struct family families[] = {
     {.arch = "qwen35", .dense = true, .read = read_qwen35, .layer = layer_qwen35},
     {.arch = "qwen3next", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen35,   .layer = layer_qwen3next},
+    {.arch = "qwen4exp",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_qwen4exp, .layer = layer_qwen4exp},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_mla,      .layer = layer_mla},
     {.arch = "mistral4", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
@@ -5482,10 +5757,16 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
                     gguf_type_info(up->type).name);
 }
 
-/* Binds output_hc_*: how the streams are merged before the output norm. */
+/* Binds output_hc_*: how the streams are merged before the output norm, or in place of it. */
 static void loader_hc(struct loader *l) {
     struct hyper *hc = &l->m->hc_head;
-    const int n = l->m->n_hc;
+    const int n = l->m->n_hc, low = l->m->hc_low;
+    if (low) {
+        hc->norm = loader_vector(l, "output_hc_norm.weight", n * l->m->n_embd, 1, false);
+        loader_weight(l, &hc->down, n * l->m->n_embd, low, 1, false, "output_hc_down");
+        loader_weight(l, &hc->up, low, n * l->m->n_embd, 1, false, "output_hc_up");
+        return;
+    }
     hc->fn = loader_vector(l, "output_hc_fn.weight", n * l->m->n_embd, n, false);
     hc->base = loader_vector(l, "output_hc_base.weight", n, 1, false);
     hc->scale = loader_vector(l, "output_hc_scale.weight", 1, 1, false);
@@ -5496,6 +5777,26 @@ static void loader_negate(struct loader *l, const float **v, int n) {
     float *to = l->failed ? NULL : loader_own(l, (size_t)n * sizeof *to);
     for (int i = 0; to && i < n; i++) to[i] = -(*v)[i];
     if (to) *v = to;
+}
+
+/* Binds the table of n-grams, and checks that every row that a hash may choose is there. */
+static void loader_ngrams(struct loader *l) {
+    struct ngram *g = &l->m->ngram;
+    const struct gguf_tensor *t = loader_tensor(l, "per_layer_token_embd.weight", (uint64_t)g->row, 0, 1, false);
+    if (!t) return;
+    for (int i = 0; i < g->size && !l->failed; i++)
+        if (g->multiplier[i] > INT64_MAX / l->m->n_vocab)
+            loader_fail(l, "metadata key '%s.ple.layer_multipliers' has %lld, expected at most %lld with %d tokens",
+                        l->arch, (long long)g->multiplier[i], (long long)(INT64_MAX / l->m->n_vocab), l->m->n_vocab);
+    for (int i = 0; i < g->n_head && !l->failed; i++)
+        if (t->ne[1] > INT32_MAX || g->offset[i] + g->n_row[i] > (int64_t)t->ne[1])
+            loader_fail(l,
+                        "tensor 'per_layer_token_embd.weight' has %llu rows, expected %lld for head %d, and at most %d",
+                        (unsigned long long)t->ne[1], (long long)(g->offset[i] + g->n_row[i]), i, INT32_MAX);
+    if (!l->failed && g->eos >= l->m->n_vocab)
+        loader_fail(l, "metadata key '%s.ple.eos_token_id' is %d, expected one of %d tokens", l->arch, g->eos,
+                    l->m->n_vocab);
+    loader_weight(l, &g->table, g->row, l->failed ? 0 : (int)t->ne[1], 1, false, "per_layer_token_embd");
 }
 
 /* Binds all tensors of layer il. */
@@ -5698,10 +5999,11 @@ static int model_tensors(struct model *m, char *err) {
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
-    m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
+    if (!m->hc_low) m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
     if (m->n_hc && !m->family->mean_streams) loader_hc(&l);
     if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
     if (m->n_res) m->embd_norm = loader_vector(&l, "token_embd_norm.weight", m->n_embd, 1, false);
+    if (m->ngram.size) loader_ngrams(&l);
     if (!l.failed) loader_layers(&l);
     if (!l.failed) model_max_dims(m);
     loader_leftovers(&l);
@@ -5784,6 +6086,15 @@ static void model_prefetch(const struct model *m) {
     if (shown > t0) status_line("%s", "");
 }
 
+/* Tells the system that a token reads few rows of the table of n-grams, so that a page fault reads one page. */
+static void model_advise(const struct model *m) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const struct weight *w = &m->ngram.table;
+    const uintptr_t from = ((uintptr_t)w->data + page - 1) / page * page;
+    const uintptr_t to = ((uintptr_t)w->data + (size_t)w->n_out * w->row_bytes) / page * page;
+    if (from < to) madvise((void *)from, to - from, MADV_RANDOM);
+}
+
 /* Opens, maps and binds a model file, or with `header` its header alone. 0, or -1 with a message that begins with the
  * path. */
 static int model_open(struct model *m, const char *path, bool header, char *err) {
@@ -5791,6 +6102,7 @@ static int model_open(struct model *m, const char *path, bool header, char *err)
     memset(m, 0, sizeof *m);
     if ((header ? gguf_open_header : gguf_open)(&m->gguf, path, err, ERR_MAX)) return -1;
     if (model_bind(m, why)) return fail(err, "'%.200s': %s", path, why);
+    if (m->ngram.size && !header) model_advise(m);
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
@@ -5961,8 +6273,9 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_REL: return range_of(h.q.first * a->n_rel, h.q.n * a->n_rel);
     case DIM_KV_TAPS: return range_of(h.kv.first * a->n_conv, h.kv.n * a->n_conv);
     case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
-    case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head */
-        return layer->mixer == MIXER_GQA ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
+    case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head, unless all heads share the choice */
+        return layer->mixer == MIXER_GQA && !a->index_means ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k)
+                                                            : range_of(0, n);
     case DIM_GROUPS: return range_of(h.q.first / (a->n_head / a->n_out_group), h.q.n / (a->n_head / a->n_out_group));
     case DIM_GROUPS_OUT: {
         const int per = a->n_head / a->n_out_group;
@@ -6010,7 +6323,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
     out->attn.kv_replica = h.kv_copied;
-    if (whole->mixer == MIXER_GQA && whole->attn.n_index) out->attn.n_index = h.kv.n;
+    if (whole->mixer == MIXER_GQA && whole->attn.n_index && !whole->attn.index_means) out->attn.n_index = h.kv.n;
     if (layer_recurrent(whole)) {
         out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
         out->delta.n_key = h.key.n;
@@ -6272,6 +6585,20 @@ static const struct synth synths[] = {
      "expert_shared_feed_forward_length=512 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=32 "
      "ssm.state_size=128 ssm.inner_size=4096 full_attention_interval=4 vocab_size=151936 "
      "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3.8-flash-next", "qwen4exp", .keys =
+     "context_length=262144 embedding_length=2560 block_count=48 attention.head_count=24 attention.head_count_kv=2 "
+     "attention.key_length=256 attention.value_length=256 rope.dimension_count=64 expert_count=512 "
+     "expert_used_count=10 expert_feed_forward_length=640 expert_shared_count=1 expert_shared_feed_forward_length=640 "
+     "ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=48 ssm.state_size=128 ssm.inner_size=6144 "
+     "full_attention_interval=4 hyper_connection.count=4 hyper_connection.low_rank=320 "
+     "attention.indexer.head_count=4 attention.indexer.key_length=128 attention.indexer.top_k=2048 "
+     "attention.compress_ratios=0:0:0:4* ple.layers=1 ple.ngram_size=3 ple.heads_per_ngram=8 ple.conv_kernel=4 "
+     "ple.eos_token_id=248044 ple.layer_multipliers=23703573157769,20109073645365,8052911324071 "
+     "ple.head_offsets=0,20000003,40000026,60000059,80000106,100000165,120000228,140000297,160000374,180000455,"
+     "200000548,220000655,240000802,260000955,280001114,300001275 ple.head_vocab_sizes=20000003,20000023,20000033,"
+     "20000047,20000059,20000063,20000069,20000077,20000081,20000093,20000107,20000147,20000153,20000159,20000161,"
+     "20000171 embedding_length_per_layer_input=160 vocab_size=248320 rope.dimension_sections=11,11,10,0 "
+     "rope.freq_base=1e7"},
     {"gpt-oss-120b", "gpt-oss", .keys =
      "context_length=131072 embedding_length=2880 block_count=36 attention.head_count=64 attention.head_count_kv=8 "
      "attention.sliding_window=128 attention.key_length=64 attention.value_length=64 expert_count=128 "
@@ -6432,10 +6759,12 @@ static int synth_layers(const struct synth *y) {
     return synth_int(y, "block_count") - synth_int(y, "nextn_predict_layers");
 }
 
-/* No more layers find experts by token ids than there are. */
+/* No more layers find experts by token ids than there are, and one of them has the table of n-grams. */
 static void synth_fit(struct synth *y) {
     const int n = int_max(0, synth_layers(y));
     if (synth_int(y, "hash_layer_count") > n) synth_set(y, "hash_layer_count", "%d", n);
+    if (synth_value(y, "ple.layers") && synth_int(y, "ple.layers") >= n)
+        synth_set(y, "ple.layers", "%d", int_max(0, n - 1));
 }
 
 /* Gives a shape n layers of the forward. MTP layers stay. */
@@ -6846,6 +7175,14 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
     }
 }
 
+/* Rows of the table of n-grams: those of all heads. */
+static int ngram_rows(const struct ngram *g) {
+    int64_t n = 0;
+    for (int i = 0; i < g->n_head; i++)
+        if (g->offset[i] + g->n_row[i] > n) n = g->offset[i] + g->n_row[i];
+    return n > INT32_MAX ? INT32_MAX : (int)n;
+}
+
 /* The tensors of a shape (stb_ds). Its family reads the metadata, as from a file. */
 static struct synth_tensor *synth_tensors(const struct synth *y) {
     struct synth_tensor *list = NULL;
@@ -6858,13 +7195,19 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     if (l.failed) die("synthetic model: %s", err);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "token_embd.weight", 0);
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
-    synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.weight", 0);
+    if (!m.hc_low) synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
     if (m.n_res) {
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_res.weight", 0);
     }
-    if (m.n_hc && !m.family->mean_streams) {
+    if (m.ngram.size)
+        synth_add(&list, backbone, m.ngram.row, ngram_rows(&m.ngram), 1, "per_layer_token_embd.weight", 0);
+    if (m.hc_low) {
+        synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, 1, 1, "output_hc_norm.weight", 0);
+        synth_add(&list, backbone, m.n_hc * m.n_embd, m.hc_low, 1, "output_hc_down.weight", 0);
+        synth_add(&list, backbone, m.hc_low, m.n_hc * m.n_embd, 1, "output_hc_up.weight", 0);
+    } else if (m.n_hc && !m.family->mean_streams) {
         synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, m.n_hc, 1, "output_hc_fn.weight", 0);
         synth_add(&list, GGUF_F32, m.n_hc, 1, 1, "output_hc_base.weight", 0);
         synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
@@ -9793,6 +10136,7 @@ struct cpu {
     struct short_taps *short_taps; /* (model_blocks) of short convolutions; zeros where a layer has none */
     float **rel_bias;    /* (model_blocks) struct layer's rel_bias as attend_bias reads it; NULL where there is none */
     float **taps;        /* (model_blocks) taps of a recurrent layer's convolution, see delta_taps; NULL: it has none */
+    float *ngram_taps;   /* (n_conv, n_hc * n_embd) taps of the convolution of n-grams; NULL: there is none */
     float *decay_beta;   /* (chunk + MAX_ROLLBACK, n_value * (n_decay + 1)) recurrent: see struct delta_gates */
     float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
     float *q_absorbed;   /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
@@ -9858,9 +10202,10 @@ static void each_run(struct rank *r, const struct step *s, void (*op)(struct ran
     }
 }
 
-/* Whether `data` is that of an embedding, of which a token reads one row, and of nothing else. */
+/* Whether `data` is that of an embedding or of the table of n-grams, of which a token reads some rows, and of nothing
+ * else. */
 static bool is_table(const struct model *m, const uint8_t *data) {
-    bool embd = data == m->embd.data, head = data == m->output.data;
+    bool embd = data == m->embd.data || data == m->ngram.table.data, head = data == m->output.data;
     for (int il = m->n_layer; il < model_blocks(m); il++) {
         embd |= data == m->layers[il].own_embd.data;
         head |= data == m->layers[il].own_head.data;
@@ -10044,18 +10389,49 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     op_end(hc && !mean ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
 }
 
+/* Adds the partial sums in `delta` (ACT_COUNT: there are none) to the streams as A_MIX says; then out = norm(each stream)
+ * * norm (NULL: nothing more). */
+static void streams_add(struct rank *r, enum act delta, const float *norm, enum act out) {
+    enum { COLUMNS = 256 };
+    const struct model *m = r->m;
+    const int hc = m->n_hc, n_embd = m->n_embd, n_rank = m->shard.n_rank;
+    if (delta != ACT_COUNT) {
+        if (team_leads()) r->n_all_reduce++;
+        stage_team_barrier(r);
+    }
+    for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
+        const int t = i / hc, j = i % hc;
+        float *x = act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd, sum[COLUMNS];
+        for (int from = 0, n; from < n_embd && delta != ACT_COUNT; from += n) {
+            n = int_min(n_embd - from, COLUMNS);
+            memcpy(sum, act_row(rank_peer(r, 0), delta, t) + from, (size_t)n * sizeof *sum);
+            for (int k = 1; k < n_rank; k++) r->cpu->k->scale_add(act_row(rank_peer(r, k), delta, t) + from, 1, sum, n);
+            r->cpu->k->scale_add(sum, 2 * sigmoidf(act_row(r, A_MIX, t)[j] / (float)hc), x + from, n);
+        }
+        if (norm)
+            r->cpu->k->rmsnorm(x, norm + (ptrdiff_t)j * n_embd, m->rms_eps, act_row(r, out, t) + (ptrdiff_t)j * n_embd,
+                               n_embd);
+    }
+    if (delta != ACT_COUNT) stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
+    op_end(0, "streams");
+}
+
+static void cpu_streams_norm(struct rank *r, const struct step *s) { streams_add(r, s->partial, s->norm, s->out[0]); }
+
 static void blocks_end(struct rank *r, const struct step *s, bool last);
 
 static void cpu_last_reduce(struct rank *r, const struct step *s) {
     struct rank *next = pg_neighbor(r, 1);
     if (r->m->n_res) blocks_end(r, s, !next);
+    else if (r->m->hc_low) streams_add(r, s->partial, NULL, s->x);
     else if (s->hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
 }
 
-/* in[0] = norm(input), see STEP_OPS. */
+/* in[0] = norm(input) if the step has a norm, see STEP_OPS. */
 static void norm_input(struct rank *r, const struct step *s) {
+    if (!s->norm) return;
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, false, s->norm, s->in[0]);
     else if (s->partial == ACT_COUNT) rmsnorm_rows(r, s->x, s->norm, s->in[0]);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, s->norm, s->in[0]);
@@ -10185,7 +10561,7 @@ static void linear_each(struct rank *r, enum act x, const struct weight *const *
 }
 
 static void cpu_linear(struct rank *r, const struct step *s) {
-    if (s->norm) norm_input(r, s);
+    norm_input(r, s);
     linear_each(r, s->in[0], s->w, s->out);
 }
 
@@ -10249,6 +10625,33 @@ static void cpu_hc_linear(struct rank *r, const struct step *s) {
     op_end_matrix("linear", w);
 }
 
+/* The low rank's squashing, the product, and the mean of the streams. */
+static void cpu_streams_read(struct rank *r, const struct step *s) {
+    enum { COLUMNS = 64 };
+    const struct kernels *k = r->cpu->k;
+    const enum act low = s->in[0], norms = s->in[1];
+    const int hc = r->m->n_hc, n_embd = r->m->n_embd, parts = ceil_by(n_embd, COLUMNS);
+    const float each = 1.0f / (float)hc;
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        float *x = act_row(r, low, t);
+        k->scale(x, each, x, r->m->hc_low);
+        k->sigmoid_mul(x, x, r->m->hc_low);
+    }
+    team_barrier();
+    linear_each(r, low, s->w, SLOTS(A_MIX_UP));
+    for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+        const int t = i / parts, from = i % parts * COLUMNS, n = int_min(COLUMNS, n_embd - from);
+        float *to = act_row(r, s->out[0], t) + from;
+        for (int j = 0; j < hc; j++) {
+            float *x = act_row(r, norms, t) + (ptrdiff_t)j * n_embd + from;
+            k->sigmoid_mul(x, act_row(r, A_MIX_UP, t) + (ptrdiff_t)j * n_embd + from, n);
+            if (j) k->scale_add(x, each, to, n);
+            else k->scale(x, each, to, n);
+        }
+    }
+    op_end(0, "streams");
+}
+
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
 static void rope_halves(float *x, const float *c, const float *s, int d) {
     for (int i = 0; i < d / 2; i++) {
@@ -10273,6 +10676,17 @@ static void rope_back(float *x, const float *c, const float *s, int d) {
         float a = x[2 * i], b = x[2 * i + 1];
         x[2 * i] = a * c[i] + b * s[i];
         x[2 * i + 1] = b * c[i] - a * s[i];
+    }
+}
+
+/* Rotates the first values of x at position pos, as rope_halves does. */
+static void rope_first(const struct rope *rope, int pos, float *x) {
+    const int half = rope->dim / 2;
+    for (int i = 0; i < half; i++) {
+        const float angle = (float)pos * rope->freq[i], c = cosf(angle) * rope->factor, s = sinf(angle) * rope->factor;
+        const float a = x[i], b = x[i + half];
+        x[i] = a * c - b * s;
+        x[i + half] = a * s + b * c;
     }
 }
 
@@ -10438,12 +10852,9 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
 
 /* Keys in the blocks of the list of the query at position pos; its own block counts only up to pos. */
 static int keys_topk(const struct attn *a, int pos) {
-    if (attn_pools(a)) return int_min(pos + 1, a->top_k + (pos + 1) % a->compress_ratio);
+    if (index_by_block(a)) return int_min(pos + 1, a->top_k + (pos + 1) % a->index_block);
     return int_min(pos + 1, a->top_k - a->index_block + pos % a->index_block + 1);
 }
-
-/* Keys in all blocks of a list. */
-static int keys_listed(const struct attn *a) { return attn_topk_blocks(a) * a->index_block; }
 
 /* Compressed keys that the query at position pos sees, or an indexer chooses from: those that end with it or before. */
 static int keys_compressed(const struct attn *a, int pos) {
@@ -10470,9 +10881,9 @@ static bool attend_by_list(const struct attend *a) { return a->chosen || a->kind
 static int attend_position(const struct rank *r, const struct attend *a, int head, int at, int *n) {
     if (!a->chosen) return at;
     const struct attn *shape = &r->m->layers[a->il].attn;
-    const int in = at % shape->index_block;
+    const int in = at % shape->index_block, list = attn_topk_lists(shape) > 1 ? head : 0;
     *n = int_min(*n, shape->index_block - in);
-    return a->chosen[head * attn_topk_blocks(shape) + at / shape->index_block] * shape->index_block + in;
+    return a->chosen[list * attn_topk_blocks(shape) + at / shape->index_block] * shape->index_block + in;
 }
 
 /* out (n, len) = values first..first+len-1 of keys at..at+n-1 of a cache tensor. */
@@ -10712,7 +11123,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group_he
                                                   : int_max(TILE_TOKENS, QUERY_ROWS / group_heads);
     const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_all = all->n_head / group_heads;
     const int last = all->kind == ATTEND_CSA ? keys_by_list(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
-                     : all->chosen           ? keys_listed(&layer->attn)
+                     : all->chosen           ? attn_topk_most(&layer->attn)
                                              : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
     int n_head_group = 1;
@@ -10764,7 +11175,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group_heads
     struct attend a = *all;
     for (; a.first < end; a.first += a.n_tok) {
         const size_t before = (size_t)(a.first - all->first);
-        int split_keys = a.kind == ATTEND_CSA ? 1 << 30 : a.chosen ? keys_listed(shape) : r->pos + end;
+        int split_keys = a.kind == ATTEND_CSA ? 1 << 30 : a.chosen ? attn_topk_most(shape) : r->pos + end;
         a.n_tok = end - a.first;
         a.begin = window_begin(window, r->pos + a.first);
         a.q = all->q + before * all->q_tok;
@@ -10773,7 +11184,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group_heads
         if (r->n_tok <= SAME_BITS_TOKENS) {
             /* from a.begin to the first token's own; or those chosen, at most as many for every token */
             const int keys = a.kind == ATTEND_CSA ? keys_by_list(&a, shape, r->pos + a.first)
-                             : a.chosen           ? keys_listed(shape)
+                             : a.chosen           ? attn_topk_most(shape)
                                                   : r->pos + a.first + 1 - a.begin;
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
@@ -10834,13 +11245,19 @@ static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
 
 /* The tokens of the batch before the first that does not see all keys. */
 static int tokens_dense(const struct rank *r, const struct attn *a) {
-    const int64_t compressed = ((int64_t)attn_topk_chosen(a) + 1) * a->compress_ratio - 1;
-    const int64_t first = (a->compress_ratio ? compressed : a->top_k) - r->pos;
+    const int per_key = a->index_means ? a->index_block : a->compress_ratio; /* tokens of a key of the indexer */
+    const int64_t compressed = ((int64_t)attn_topk_chosen(a) + 1) * per_key - 1;
+    const int64_t first = (per_key ? compressed : a->top_k) - r->pos;
     return a->top_k ? (int)(first < 0 ? 0 : first > r->n_tok ? r->n_tok : first) : r->n_tok;
 }
 
 /* Keys of the indexer that the query at position pos chooses from. */
-static int keys_indexed(const struct attn *a, int pos) { return a->compress_ratio ? keys_compressed(a, pos) : pos + 1; }
+static int keys_indexed(const struct attn *a, int pos) {
+    return a->index_means ? (pos + 1) / a->index_block : a->compress_ratio ? keys_compressed(a, pos) : pos + 1;
+}
+
+/* Those that are chosen together. */
+static int index_together(const struct attn *a) { return index_by_block(a) ? 1 : a->index_block; }
 
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
 static void run_attention(struct rank *r, const struct step *s) {
@@ -11016,9 +11433,10 @@ static void run_mla_attention(struct rank *r, const struct step *s) {
  *
  * The indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1) gives every key a score for every query, and the query
  * sees those with the largest. That of GLM-5.3-Flash gives one to every pool of keys, by a mean of their keys (see "CPU
- * operations: compressed keys"), and the query also sees the unfinished pool. That of MiniMax-M3 gives one to every block
- * of keys, for each KV head, and the query also sees the last blocks. Attention then runs over a list of blocks, see struct attend; a key alone is a block of
- * one.
+ * operations: compressed keys"), and the query also sees the unfinished pool. That of MiniMax-M3 gives one to every
+ * block of keys, for each KV head, and the query also sees the last blocks. That of Qwen3.8-Flash-Next has one key for a
+ * block, and gives one score to it. Attention then runs over a list of blocks, see struct attend; a key alone is a block
+ * of one.
  * ============================================================================================================ */
 
 /* x = (x - mean) / sqrt(variance + eps) * w + b over n values (LayerNorm, arXiv 1607.06450). */
@@ -11029,6 +11447,38 @@ static void layer_norm(float *x, const float *w, const float *b, float eps, int 
     for (int i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean);
     const float f = 1.0f / sqrtf(square / (float)n + eps);
     for (int i = 0; i < n; i++) x[i] = (x[i] - mean) * f * w[i] + b[i];
+}
+
+/* The indexer's key of token pos before its mean: this forward's or a kept one. */
+static float *index_raw(const struct rank *r, int il, int pos) {
+    const struct cache_tensor *ring = &r->cache[il][CACHE_INDEX_WINDOW];
+    if (pos >= r->pos) return act_row(r, A_IK, pos - r->pos);
+    return (float *)(void *)(ring->data + cache_row(ring, (size_t)pos) * ring->row_bytes);
+}
+
+/* Writes the keys of the blocks that the batch completes to the cache: the norm of the mean of the tokens' keys, rotated
+ * as the first of them. Then keeps the keys of tokens of unfinished blocks. */
+static void index_means_store(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn *a = &layer->attn;
+    const struct rope *rope = &r->m->ropes[a->rope];
+    const struct cache_tensor *ring = &r->cache[il][CACHE_INDEX_WINDOW];
+    const int n = a->index_k, block = a->index_block, from = r->pos / block, to = (r->pos + r->n_tok) / block;
+    for (int i = team_first(to - from); i >= 0; i = team_next()) {
+        const int first = (from + i) * block;
+        float *key = cpu_scratch(r);
+        r->cpu->k->scale(index_raw(r, il, first), 1.0f / (float)block, key, n);
+        for (int j = 1; j < block; j++) r->cpu->k->scale_add(index_raw(r, il, first + j), 1.0f / (float)block, key, n);
+        r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
+        rope_first(rope, first, key);
+        kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], from + i, key);
+    }
+    team_barrier();
+    for (int i = team_first(int_min(r->n_tok, ring->n_row)); i >= 0; i = team_next()) {
+        const int t = r->n_tok - 1 - i;
+        memcpy(ring->data + cache_row(ring, (size_t)(r->pos + t)) * ring->row_bytes, act_row(r, A_IK, t),
+               (size_t)n * sizeof(float));
+    }
 }
 
 /* A compressor of a layer, its cache tensors, and where its values and gates are. */
@@ -11057,15 +11507,16 @@ static void index_store(struct rank *r, int il) {
         if (layer->mixer == MIXER_CSA) continue; /* csa_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
-        else r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
-        rotate(key, c, s, dim);
-        if (!a->compress_ratio) kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
+        else if (!a->index_means) r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
+        if (!a->index_means) rotate(key, c, s, dim);
+        if (!index_by_block(a)) kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
         for (int h = 0; h < a->n_index; h++) {
             float *q = act_row(r, A_IQ, t) + h * n;
             if (layer->index_q_norm) r->cpu->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
             rotate(q, c, s, dim);
         }
     }
+    if (a->index_means) index_means_store(r, il);
     if (attn_pools(a)) {
         const struct cache_tensor *p = r->cache[il];
         const struct compress pools = {
@@ -11076,21 +11527,20 @@ static void index_store(struct rank *r, int il) {
     op_end(0, "indexer: rotation, cache");
 }
 
-/* Keys of the indexer that have one score. */
-static int index_block(const struct attn *a) { return attn_pools(a) ? 1 : a->index_block; }
-
 /* Scores of all lists of the t-th token that index_scores takes at once, (attn_topk_lists, blocks). */
 static float *index_row(const struct rank *r, const struct attn *a, int t) {
     return r->cpu->index_scores + (size_t)t * (size_t)attn_topk_lists(a) * (size_t)ceil_by(r->n_ctx, a->index_block);
 }
 
-/* Scores keys pos..pos+n-1 of the indexer for tokens first..first+n_tok-1, to index_row. Latent attention: sums over the heads of
- * weight * max(0, q.k) (arXiv 2512.02556, equation 1). Grouped-query attention: for each head the largest q.k of every
- * block; n keys are whole blocks but for the last one. */
+/* Scores keys pos..pos+n-1 of the indexer for tokens first..first+n_tok-1, to index_row. Latent attention: sums over
+ * the heads of weight * max(0, q.k) (arXiv 2512.02556, equation 1). Means: the same without weights. Grouped-query
+ * attention: for each head the largest q.k of every block; n keys are whole blocks but for the last one. */
 static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, int n) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
-    const int width = a->index_k, heads = a->n_index, block = index_block(a), blocks = ceil_by(r->n_ctx, block);
+    const int width = a->index_k, heads = a->n_index, block = index_together(a),
+              blocks = ceil_by(r->n_ctx, a->index_block);
+    const bool sums = layer->mixer != MIXER_GQA || a->index_means;
     float *keys = cpu_scratch(r), *rows = keys + (ptrdiff_t)width * KEY_BLOCK, *s = rows + (ptrdiff_t)width * KEY_BLOCK;
     for (int end = pos + n, some; pos < end; pos += some) {
         some = int_min(end - pos, KEY_BLOCK);
@@ -11103,9 +11553,10 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
             memset(s, 0, (size_t)heads * KEY_BLOCK * sizeof *s);
             r->cpu->k->sgemm_add(heads, whole, width, act_row(r, A_IQ, first + t), width, keys, KEY_BLOCK, s,
                                  KEY_BLOCK);
-            if (layer->mixer != MIXER_GQA) {
+            if (sums) {
                 float sum[KEY_BLOCK] = {0};
-                for (int h = 0; h < heads; h++) r->cpu->k->relu_add(s + h * KEY_BLOCK, w[h], sum, whole);
+                for (int h = 0; h < heads; h++)
+                    r->cpu->k->relu_add(s + h * KEY_BLOCK, a->index_means ? 1 : w[h], sum, whole);
                 memcpy(out, sum, (size_t)some * sizeof *out);
                 continue;
             }
@@ -11155,7 +11606,7 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
 static void run_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct attn *a = &r->m->layers[il].attn;
-    const int n_list = attn_topk_lists(a), n_topk = attn_topk_blocks(a), step = int_max(KEY_BLOCK, index_block(a));
+    const int n_list = attn_topk_lists(a), n_topk = attn_topk_blocks(a), step = int_max(KEY_BLOCK, index_together(a));
     index_store(r, il);
     for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
         n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
@@ -11165,13 +11616,13 @@ static void run_select_keys(struct rank *r, const struct step *s) {
         op_end(layer_index_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)n), "indexer: scores");
         for (int i = team_first(n_tok * n_list); i >= 0; i = team_next()) {
             const int t = i / n_list, list = i % n_list,
-                      blocks = ceil_by(keys_indexed(a, r->pos + first + t), index_block(a));
+                      blocks = ceil_by(keys_indexed(a, r->pos + first + t), index_together(a));
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             int32_t *chosen =
                 r->cpu->topk_blocks + ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk;
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
             top_positions(score, blocks, attn_topk_chosen(a), chosen);
-            if (attn_pools(a)) chosen[n_topk - 1] = blocks; /* the unfinished pool, which may have no token */
+            if (index_by_block(a)) chosen[n_topk - 1] = blocks; /* the incomplete one, which may have no token */
         }
         op_end(0, "indexer: choice of keys");
     }
@@ -11181,8 +11632,9 @@ static void run_select_keys(struct rank *r, const struct step *s) {
  * CPU operations: compressed keys
  *
  * Attention of DeepSeek-V4: a query sees the keys of a window, and compressed keys of all tokens whose last token is
- * not after it. The indexer of GLM-5.3-Flash has such keys, neither normed nor rotated. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every
- * column, normed, and rotated as the first of its tokens. Keys are values, and the result is rotated back.
+ * not after it. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every
+ * column, normed, and rotated as the first of its tokens. Keys are values, and the result is rotated back. The indexer
+ * of GLM-5.3-Flash has such keys, neither normed nor rotated.
  *
  * model.qat: numbers are rounded as in training. Every key of attention but its rotated values is what E4M3 holds of
  * it; queries and keys of the indexer are turned by a Hadamard matrix, which alone leaves their products as they are,
@@ -11853,6 +12305,95 @@ static void run_rel_attention(struct rank *r, const struct step *s) {
     if (a.n_tok) attend_all(r, &a, shape->n_head / shape->n_head_kv);
     op_end(cache_bytes(r, s->il), "attention");
     if (a.n_tok) head_gates(r, s->il, s->out[0]);
+}
+
+/* ============================================================================================================
+ * CPU operations: n-grams
+ *
+ * Rows of the table of n-grams, which are read where they are, in the mapped file or on disk, and what they add to the
+ * streams.
+ * ============================================================================================================ */
+
+/* The ring's row of token p, which is before the batch. */
+static float *ngram_kept(const struct rank *r, int il, int p) {
+    const struct cache_tensor *ring = &r->cache[il][CACHE_NGRAM];
+    return (float *)(void *)(ring->data + cache_row(ring, (size_t)p) * ring->row_bytes);
+}
+
+/* The row that head `head` chooses for the token at position p. */
+static int ngrams_choose(const struct rank *r, int il, int p, int head) {
+    const struct ngram *g = &r->m->ngram;
+    const int n = 2 + head / g->per_size, ids = r->m->n_hc * r->m->n_embd; /* tokens; where the ring has their ids */
+    int64_t mixed = 0;
+    bool ended = false;
+    for (int s = 0; s < n; s++) {
+        const int q = p - s;
+        const int32_t id = ended || q < 0 ? g->eos
+                           : q < r->pos   ? (int32_t)ngram_kept(r, il, q)[ids]
+                                          : r->tokens[q - r->pos];
+        ended |= s && id == g->eos;
+        mixed ^= id * g->multiplier[s];
+    }
+    return (int)(g->offset[head] + mixed % g->n_row[head]);
+}
+
+static void run_ngrams(struct rank *r, const struct step *s) {
+    const struct ngram *g = &r->m->ngram;
+    const struct weight *w = s->w[0];
+    for (int i = team_first(r->n_tok * g->n_head); i >= 0; i = team_next()) {
+        const int t = i / g->n_head, head = i % g->n_head, row = ngrams_choose(r, s->il, r->pos + t, head);
+        float *to = act_row(r, s->out[0], t) + head * g->row;
+        const uint8_t *from =
+            r->cpu->store ? store_row(r->cpu->store, w, row, cpu_scratch(r)) : w->data + (size_t)row * w->row_bytes;
+        gguf_dequantize_row(w->type, from, to, (size_t)g->row);
+        if (w->scale) r->cpu->k->scale(to, w->scale[0], to, g->row);
+    }
+    op_end((double)r->n_tok * g->n_head * (double)w->row_bytes, "n-grams");
+}
+
+/* What stream j of token p has under the convolution: this forward's or kept values. */
+static const float *ngram_values(const struct rank *r, int il, enum act values, int p, int j) {
+    return (p < r->pos ? ngram_kept(r, il, p) : act_row(r, values, p - r->pos)) + (ptrdiff_t)j * r->m->n_embd;
+}
+
+static void run_ngrams_add(struct rank *r, const struct step *step) {
+    const int il = step->il, hc = r->m->n_hc, n = r->m->n_embd;
+    const enum act norms = step->in[0], keys = step->in[1], value = step->in[2];
+    const struct kernels *k = r->cpu->k;
+    const struct layer *l = &r->m->layers[il];
+    const struct ngram *g = &r->m->ngram;
+    for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
+        const int t = i / hc, j = i % hc;
+        const ptrdiff_t at = (ptrdiff_t)j * n;
+        float *x = act_row(r, norms, t) + at, *key = act_row(r, keys, t) + at;
+        k->rmsnorm(key, l->ngram_key_norm + at, r->m->rms_eps, key, n);
+        const float product = k->dot(key, x, n) / sqrtf((float)n), root = sqrtf(fmaxf(fabsf(product), 1e-6f));
+        k->scale(act_row(r, value, t), sigmoidf(product > 0 ? root : product < 0 ? -root : 0), x, n);
+        k->rmsnorm(x, l->ngram_conv_norm + at, r->m->rms_eps, key, n); /* now what is under the convolution */
+    }
+    team_barrier();
+    for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
+        const int t = i / hc, j = i % hc;
+        const ptrdiff_t at = (ptrdiff_t)j * n;
+        float *y = cpu_scratch(r), *to = act_row(r, step->out[0], t) + at;
+        memset(y, 0, (size_t)n * sizeof *y);
+        for (int c = 0; c < g->n_conv; c++) {
+            const int p = r->pos + t - (g->n_conv - 1 - c) * g->size; /* the last tap is for the token itself */
+            if (p >= 0)
+                k->mul_add(y, r->cpu->ngram_taps + (ptrdiff_t)c * hc * n + at, ngram_values(r, il, keys, p, j), n);
+        }
+        k->sigmoid_mul(y, y, n);
+        k->scale_add(act_row(r, norms, t) + at, 1, to, n);
+        k->scale_add(y, 1, to, n);
+    }
+    team_barrier();
+    for (int i = team_first(int_min(r->n_tok, r->cache[il][CACHE_NGRAM].n_row)); i >= 0; i = team_next()) {
+        const int t = r->n_tok - 1 - i;
+        float *row = ngram_kept(r, il, r->pos + t);
+        memcpy(row, act_row(r, keys, t), (size_t)(hc * n) * sizeof *row);
+        row[hc * n] = (float)r->tokens[t];
+    }
+    op_end(0, "n-grams: convolution, sum"); /* its ring is counted with the state of what mixes the layer's tokens */
 }
 
 /* ============================================================================================================
@@ -13125,21 +13666,22 @@ static void logits_body(void *arg) {
     enum { CAPPED = 4096 };
     const struct logit_rows *a = arg;
     struct rank *r = a->r;
-    for (int i = team_first(a->n); i >= 0; i = team_next())
+    const enum act x = a->norm ? A_H : A_X;
+    for (int i = a->norm ? team_first(a->n) : -1; i >= 0; i = team_next())
         r->cpu->k->rmsnorm(act_row(r, A_X, a->first + i), a->norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
                            r->m->n_embd);
     team_barrier();
-    const struct packed p = linear_pack(r, a->w, act_row(r, A_H, a->first), r->width[A_H], a->n);
+    const struct packed p = linear_pack(r, a->w, act_row(r, x, a->first), r->width[x], a->n);
     float *logits = rank_peer(r, 0)->cpu->logits + r->m->first_id;
     linear_rows(r, a->w, &p, a->n, logits, r->m->n_vocab);
     if (r->m->logit_cap > 0) {
         team_barrier();
         for (int i = team_first(a->n * ceil_by(a->w->n_out, CAPPED)); i >= 0; i = team_next()) {
             const int from = i / a->n * CAPPED, n = int_min(CAPPED, a->w->n_out - from);
-            float *x = logits + (ptrdiff_t)(i % a->n) * r->m->n_vocab + from;
-            r->cpu->k->scale(x, 1 / r->m->logit_cap, x, n);
-            r->cpu->k->tanh(x, n);
-            r->cpu->k->scale(x, r->m->logit_cap, x, n);
+            float *y = logits + (ptrdiff_t)(i % a->n) * r->m->n_vocab + from;
+            r->cpu->k->scale(y, 1 / r->m->logit_cap, y, n);
+            r->cpu->k->tanh(y, n);
+            r->cpu->k->scale(y, r->m->logit_cap, y, n);
         }
     }
     op_end_matrix("output", a->w);
@@ -13243,6 +13785,8 @@ EACH_RUN(csa_attention)
 EACH_RUN(delta_net)
 EACH_RUN(mamba)
 EACH_RUN(rel_attention)
+EACH_RUN(ngrams)
+EACH_RUN(ngrams_add)
 #undef EACH_RUN
 
 static const struct ops cpu_ops = {
@@ -13383,6 +13927,14 @@ static void rel_tables(struct rank *r) {
     }
 }
 
+/* The taps of the convolution of n-grams by their place: (n_conv, n_hc * n_embd). */
+static float *ngram_taps(struct rank *r, const struct layer *layer) {
+    const int n_conv = r->m->ngram.n_conv, n = r->m->n_hc * r->m->n_embd;
+    float *taps = cpu_own(r, (size_t)n_conv * (size_t)n, sizeof *taps);
+    for (int i = 0; i < n * n_conv; i++) taps[(ptrdiff_t)(i % n_conv) * n + i / n_conv] = layer->ngram_conv[i];
+    return taps;
+}
+
 /* Lays out the memory for timelines of n_ctx tokens. */
 static void cpu_rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
                           struct timelines timelines, enum kv_type kv) {
@@ -13422,6 +13974,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
                                              size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh),
                                                       size_max((size_t)r->width[A_GROUPS], (size_t)x->latent))));
     n_in = size_max(n_in, size_max((size_t)r->width[A_PAIR_Q], (size_t)x->gate_low));
+    n_in = size_max(n_in, size_max(size_max((size_t)r->width[A_NORMS], (size_t)m->hc_low), (size_t)r->width[A_NGRAM]));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (x->kv_lora) /* one row per token and head */
@@ -13466,7 +14019,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->scratch_bytes =
         size_max(size_max(attend_floats(m, (int)rows), size_max(size_max(delta, compressor), index)) * sizeof(float),
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
-    r->cpu->scratch_bytes = size_max(r->cpu->scratch_bytes, READ_ROOM((size_t)m->n_embd * sizeof(float)));
+    r->cpu->scratch_bytes =
+        size_max(r->cpu->scratch_bytes, READ_ROOM((size_t)int_max(m->n_embd, m->ngram.row) * sizeof(float)));
     r->cpu->scratch_bytes = size_max(r->cpu->scratch_bytes, (size_t)int_max(x->k, x->v) * sizeof(float));
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
@@ -13475,6 +14029,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     for (int il = 0; il < model_blocks(m); il++)
         if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
     if (m->n_res) rel_tables(r);
+    for (int il = 0; il < m->n_layer; il++)
+        if (m->layers[il].ngrams) r->cpu->ngram_taps = ngram_taps(r, &m->layers[il]);
     cpu_state(r);
 }
 
@@ -14589,8 +15145,9 @@ static void session_head(struct session *s, int first, int n) {
 /* Waits until everything is computed. */
 static void session_wait(struct session *s) { pg_run(s->pg, (struct rank_call){.kind = RANK_WAIT}); }
 
-/* Copies the statistics of all layers since the start, those of a block to its first layer: stats (model_blocks, n_expert_max, STATS) and in_sum2
- * (in_sum2_before(m, model_blocks); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
+/* Copies the statistics of all layers since the start, those of a block to its first layer: stats (model_blocks,
+ * n_expert_max, STATS) and in_sum2 (in_sum2_before(m, model_blocks); NULL: not wanted). Only for sessions that collect
+ * them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
     const struct model *m = s->m;
     const size_t n = (size_t)m->n_expert_max * STATS;
@@ -14658,12 +15215,19 @@ static double layers_use(const struct model *m, int from, int to, int n, double 
     return bytes;
 }
 
+/* Bytes that a forward of n tokens reads of what belongs to no layer, besides embedding and head: rows of the table of
+ * n-grams, and what reads the streams through a low rank. */
+static double between_bytes(const struct model *m, int n) {
+    return (double)n * m->ngram.n_head * (double)m->ngram.table.row_bytes + (double)weight_bytes(&m->hc_head.down) +
+           (double)weight_bytes(&m->hc_head.up);
+}
+
 /* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all
  * of them. */
 static double session_forward_bytes(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token;
-    return layers_use(m, 0, m->n_layer, n, &per_token) + (double)m->output.expert_bytes +
+    return layers_use(m, 0, m->n_layer, n, &per_token) + (double)m->output.expert_bytes + between_bytes(m, n) +
            state_reads(m, s->r->kv_type, (size_t)s->n_past);
 }
 
@@ -15077,7 +15641,8 @@ static int cut_step(const struct model *m) {
     int64_t step = 64;
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
-        const int64_t per = a->compress_ratio * (a->n_index ? 64 : 1), one = step;
+        const int64_t per = a->index_means ? 64 * a->index_block : a->compress_ratio * (a->n_index ? 64 : 1),
+                      one = step;
         while (per && step % per && step <= INT_MAX) step += one;
     }
     return (int)(step < INT_MAX ? step : INT_MAX);
@@ -15165,7 +15730,8 @@ static double session_forward_ops(const struct session *s, int n) {
                          (double)keys_indexed(a, pos) * indexed;
         rule += (m->layers[il].mixer == MIXER_DELTA ? 3.0 : 2.0) * d->n_value * d->head_k * d->head_v;
     }
-    return 2 * ((per_token + rule) * n + attention + (double)m->output.n_in * m->output.n_out);
+    const double between = 2.0 * m->n_hc * m->n_embd * m->hc_low; /* what joins streams of a low rank */
+    return 2 * ((per_token + rule + between) * n + attention + (double)m->output.n_in * m->output.n_out);
 }
 
 /* ============================================================================================================
@@ -22440,12 +23006,12 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
                                     "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
                                     "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
-                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
-                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b. Options may\n"
-                                    "follow a colon:\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
+                                    "mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash,\n"
+                                    "inkling-2-mini, nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
+                                    "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"
@@ -28140,8 +28706,14 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
 
 /* Bytes of the hyper-connection that makes the last row of the streams. */
 static int64_t plan_head_hc(const struct model *m) {
-    return m->hc_head.fn ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
+    const struct hyper *hc = &m->hc_head;
+    if (m->hc_low)
+        return (int64_t)(weight_bytes(&hc->down) + weight_bytes(&hc->up)) + 4 * (int64_t)(m->n_hc * m->n_embd);
+    return hc->fn ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
 }
+
+/* Bytes that a token reads of the table of n-grams. */
+static int64_t plan_ngram_reads(const struct model *m) { return (int64_t)m->ngram.table.row_bytes * m->ngram.n_head; }
 
 /* Bytes of the activation buffers of rank i. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
@@ -28253,7 +28825,10 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     plan_matrix(r, &shard_of->embd, 1);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
     if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_hc(m);
-    for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
+    for (int il = 0; il < model_blocks(shard_of); il++) {
+        plan_layer(r, p->cpu, shard_of, il);
+        if (shard_of->layers[il].ngrams) r->bytes_per_token[READ_BACKBONE] += plan_ngram_reads(m);
+    }
     r->weights += 4 * (int64_t)m->n_embd + plan_head_hc(m); /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
@@ -28828,6 +29403,10 @@ static void launches_of(struct launches *k, const struct step *s) {
         if (m->shard.stage) launch_add(k, DECODE_SEND, 0, 0);
         break;
     case OP_mtp_input: launch_add(k, DECODE_MTP_INPUT, 0, 0); break;
+    case OP_streams_norm: /* no GPU runs them, see gpu_lacks */
+    case OP_streams_read:
+    case OP_ngrams:
+    case OP_ngrams_add: break;
     case OP_linear:
     case OP_hc_linear:
     case OP_group_linear: launch_add_linear(k, s); break;
@@ -29299,6 +29878,17 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
               p->cpu ? "the" : "a GPU's", reads ? "; a token reads all of them" : ", not read: a token sees all keys");
 }
 
+/* What the table of n-grams takes of the host's memory. */
+static void plan_ngrams_text(const struct model *m, char **text) {
+    char a[32], b[32];
+    if (!m->ngram.size) return;
+    sb_printf(text,
+              "n-grams     %s of host memory, or of disk where they do not fit;\n"
+              "            a token reads %d rows of them, %s\n\n",
+              with_unit((double)weight_bytes(&m->ngram.table), a), m->ngram.n_head,
+              with_unit((double)plan_ngram_reads(m), b));
+}
+
 /* What the MTP layer takes, and what it is expected to bring. */
 static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, char **text) {
     const struct plan_rank *r = &d->rank[0];
@@ -29340,6 +29930,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     struct plan_row most_row = {0}; /* of the rank that reads most */
     plan_head(p, text);
     plan_index_text(p, d, text);
+    plan_ngrams_text(m, text);
     for (int i = 0; i < p->n_device; i++) {
         const struct plan_rank *r = &d->rank[i];
         struct plan_row row = plan_memory_row(p, i), reads = plan_reads_row(r->bytes_per_token, r->index_reads);
@@ -29423,6 +30014,10 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   p->context, "kv", p->kv_name, "keep_experts", p->experts, "keep_percent", p->percent, "missing",
                   (json_int_t)p->missing, "missing_fewest_experts", (json_int_t)p->missing_pruned, "ranks", ranks,
                   "reads", all_row.json, "layouts", layouts, "at_once", at_once);
+    if (m->ngram.size)
+        json_object_set_new(json, "ngrams",
+                            json_pack("{s:I,s:I}", "bytes", (json_int_t)weight_bytes(&m->ngram.table), "token_bytes",
+                                      (json_int_t)plan_ngram_reads(m)));
     if (!p->cpu) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
@@ -30408,8 +31003,18 @@ static void info_indexer(const struct model *m, int first) {
     printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k,
            a->compress_ratio && !a->kv_lora ? "compressed " : "");
     if (a->index_block > 1) printf(" in %s of %d", attn_pools(a) ? "pools" : "blocks", a->index_block);
-    if (attn_pools(a)) printf(" and its unfinished pool");
+    if (index_by_block(a)) printf(" and the incomplete one");
     putchar('\n');
+}
+
+/* The lines on residual streams of a low rank, and on the table of n-grams. */
+static void info_streams(const struct model *m) {
+    const struct ngram *g = &m->ngram;
+    char rows[32];
+    if (m->hc_low) printf("streams       %d, read through a rank of %d\n", m->n_hc, m->hc_low);
+    if (!g->size) return;
+    printf("n-grams       of 2 to %d tokens, before layer %d: %d of %s rows of %d values\n", g->size, g->layer,
+           g->n_head, with_commas((uint64_t)g->table.n_out, rows), g->row);
 }
 
 /* The first layer from il on that has a feed-forward. */
@@ -30476,6 +31081,8 @@ static void info_tensors(const struct model *m) {
 
 /* The name of a matrix in the table of tensors; il -1: of no layer. Files may have it as a part of another tensor. */
 static const char *weight_name(const struct model *m, int il, const struct weight *w) {
+    if (w == &m->ngram.table) return "per_layer_token_embd";
+    if (w == &m->hc_head.down || w == &m->hc_head.up) return w == &m->hc_head.up ? "output_hc_up" : "output_hc_down";
     if (il < 0) return w == &m->embd ? "token_embd" : "nextn.embed_tokens";
     const struct layer *l = &m->layers[il];
     const char *name = "";
@@ -30512,7 +31119,9 @@ static void info_step(char **out, const struct model *m, const struct step *s) {
         if (routed) sb_printf(&matrices, "%d of ", used);
         if (w->n_expert > 1) sb_printf(&matrices, "%d x ", w->n_expert);
         sb_printf(&matrices, "%d x %d %s", w->n_out, w->n_in, gguf_type_info(w->type).name);
-        bytes += s->op == OP_embed ? (double)w->row_bytes : (double)weight_bytes(w) / w->n_expert * used;
+        bytes += s->op == OP_embed    ? (double)w->row_bytes
+                 : s->op == OP_ngrams ? (double)w->row_bytes * m->ngram.n_head
+                                      : (double)weight_bytes(w) / w->n_expert * used;
     }
     if (s->w[0])
         sb_printf(out, "  %-16s  %-34s %13s%s\n", ops[s->op], sb_cstr(&slots), with_commas((uint64_t)bytes, number),
@@ -30602,6 +31211,7 @@ static int mode_info(struct engine *e) {
         if (m->layers[il].mixer != MIXER_NONE && info_first(m, il, info_same)) info_attention(m, il);
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].attn.top_k && info_first(m, il, info_same_choice)) info_indexer(m, il);
+    info_streams(m);
     info_experts(m);
     info_tensors(m);
     printf("vocabulary    %d tokens, chat template %s\n", m->vocab->n_tokens,

@@ -8167,6 +8167,22 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     delta_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
 }
 
+/* No model with these operations gets here: see gpu_lacks. */
+#define CUDA_LACKS(name)                                            \
+    static void cuda_##name(struct rank *r, const struct step *s) { \
+        (void)r;                                                    \
+        (void)s;                                                    \
+        rank_fatal(#name " is not supported on a GPU");             \
+    }
+CUDA_LACKS(streams_norm)
+CUDA_LACKS(streams_read)
+CUDA_LACKS(ngrams)
+CUDA_LACKS(ngrams_add)
+CUDA_LACKS(read_blocks)
+CUDA_LACKS(mix_message)
+CUDA_LACKS(rel_attention)
+#undef CUDA_LACKS
+
 static void cuda_mamba(struct rank *r, const struct step *s) {
     const struct delta_args a = delta_args_of(r, s);
     mamba_launch(&a, r->n_tok, r->cuda->stream);

@@ -899,6 +899,7 @@ static struct checkpoint {
     size_t window;                   /* keys that a token sees in a window; 0: no layer has one */
     bool tell_window;                /* GGUF files say how many, even 0 */
     bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
+    bool indexed;                    /* layer_types may call layers of attention indexed_attention */
     bool (*is_kda)(int layer);       /* the block has Kimi delta attention, and no KV head; NULL: none has */
     bool no_rope;                    /* latent attention has no rotated values */
     int n_head, n_head_kv;           /* heads of queries, of keys and values */
@@ -1005,7 +1006,8 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_KV_LORA] = "kv_lora_rank", [DIM_KV_A] = "kv_lora_rank + qk_rope_head_dim",
     [DIM_INDEXES] = "index_n_heads",
     [DIM_HC_EMBD] = "hc_mult x hidden_size", [DIM_HC] = "hc_mult", [DIM_HC_MIX] = "(2 + hc_mult) hc_mult",
-    [DIM_HC_SCALES] = "reading, writing and mixing",
+    [DIM_HC_SCALES] = "reading, writing and mixing", [DIM_HC_LOW] = "hc_lowrank",
+    [DIM_NGRAM] = "ple_embed_dim", [DIM_NGRAM_CONV] = "ple_conv_kernel_size",
     [DIM_COMPRESS_RATIO] = "tokens of a compressed key", [DIM_INDEX_COMPRESSED] = "2 index_head_dim",
     [DIM_GROUP_IN] = "num_attention_heads / o_groups x head_dim",
     [DIM_O_LORA] = "o_lora_rank", [DIM_GROUPS_OUT] = "o_groups x o_lora_rank",
@@ -1056,6 +1058,8 @@ static const char *dim_name(enum dim d) {
     case DIM_COMPRESSED: return dim_of(d) > (size_t)l->attn.head_k ? "2 head_dim" : "head_dim";
     case DIM_INDEX_Q: return gqa ? "heads x width of the indexer" : "index_n_heads x index_head_dim";
     case DIM_INDEX_K: return gqa ? "width of the indexer" : "index_head_dim";
+    case DIM_HC: return made.model.hc_low ? "hc_count" : dim_names[d];
+    case DIM_HC_EMBD: return made.model.hc_low ? "hc_count x hidden_size" : dim_names[d];
     case DIM_USED: return src.top_k_key;
     case DIM_FF: return l->n_expert ? src.width_key : src.dense_key;
     case DIM_EXPERT: return dim_name(l->n_latent ? DIM_LATENT : DIM_EMBD);
@@ -1305,7 +1309,8 @@ static void plan_ids(const struct tensor_rule *r, int layer) {
 static enum meaning meaning_of(const struct tensor_rule *r) {
     const struct delta *d = &made.layer.delta;
     if (r->field == offsetof(struct layer, decay)) return d->bound < 0 && !d->flat_decay ? EXPONENT : LOGARITHM;
-    const bool norm = ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm);
+    const bool norm = (ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm)) ||
+                      starts_with(r->name, "ple_norm_");
     return norm && src.zero_centered ? LESS_ONE : VALUES;
 }
 
@@ -1356,6 +1361,19 @@ static void plan_gate_up(const struct tensor_rule *r, int layer) {
     plan_pair(base, p, stacking_of(r));
 }
 
+/* Appends the queries or the key of an indexer, whose rows of index_qk_proj follow one another. */
+static void plan_index_qk(const struct tensor_rule *r, int layer) {
+    const struct linear l = resolve_linear(hf_name(layer, "self_attn.indexer.index_qk_proj"));
+    const size_t q = dim_of(DIM_INDEX_Q), k = dim_of(DIM_INDEX_K);
+    const bool key = r->out == DIM_INDEX_K;
+    if (l.rows != q + k || l.cols != dim_of(DIM_EMBD))
+        die("%s: expected [%zu, %zu] ((indexer_n_heads + 1) x indexer_head_dim, hidden_size), found %s", where(l.w),
+            q + k, dim_of(DIM_EMBD), shape_text(l.w));
+    struct piece *p = NULL, one = {.lin = l, .row = key ? q : 0, .rows = key ? k : q};
+    arrput(p, one);
+    plan_matrix(fmt("blk.%d.%s", layer, r->name), p, SINGLE);
+}
+
 /* The tensor of one row of the table, for a layer. */
 static void plan_rule(const struct tensor_rule *r, int layer) {
     if (!r->name || (r != tensor_rules && is_gate(r - 1) && !made.layer.ungated))
@@ -1401,6 +1419,8 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
         plan_f32(fmt("%s.weight", dst), l, r->in, r->out, VALUES);
     } else if (is_gate(r)) {
         plan_gate_up(r, layer);
+    } else if (made.layer.attn.index_means && one_of(r->name, "indexer.q_proj indexer.k_proj")) {
+        plan_index_qk(r, layer);
     } else if (!r->optional || has_linear(from)) {
         const bool embedding = r->out == DIM_TOKENS;
         if ((embedding || r->out == DIM_VOCAB) && skip_copy(from, embedding)) return;
@@ -1660,6 +1680,15 @@ static void plan_expert_biases(const struct tensor_rule *r, int layer) {
 /* Plans what joins the streams before the head. */
 static void plan_hc_head(void) {
     if (!made.model.n_hc || made.model.family->mean_streams) return;
+    if (made.model.hc_low) {
+        const char *mixer = hf_name(-1, "model.hyper_connection_mixer");
+        plan_vector("output_hc_norm.weight", fmt("%s.hc_norm.weight", mixer), DIM_HC_EMBD, DIM_ONE, LESS_ONE);
+        plan_linear("output_hc_down", resolve_linear(fmt("%s.input_mix_weight_down", mixer)), DIM_HC_LOW, DIM_HC_EMBD,
+                    SINGLE);
+        plan_linear("output_hc_up", resolve_linear(fmt("%s.input_mix_weight_up", mixer)), DIM_HC_EMBD, DIM_HC_LOW,
+                    SINGLE);
+        return;
+    }
     plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC, VALUES);
     plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC, DIM_ONE, VALUES);
     plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_ONE, DIM_ONE, VALUES);
@@ -1670,6 +1699,48 @@ static void plan_blocks(void) {
     if (!made.model.n_res) return;
     plan_vector("token_embd_norm.weight", hf_name(-1, "model.embed_norm.weight"), DIM_EMBD, DIM_ONE, VALUES);
     plan_vector("output_res.weight", hf_name(-1, "model.attn_res.output_query"), DIM_EMBD, DIM_ONE, VALUES);
+}
+
+/* Returns the name of what the table of n-grams has: its rows, and how they are found. */
+static const char *ngram_name(const char *what) {
+    const int layer = (int)json_element(get_list(src.cfg, "ple_layer_ids"), 0) - 1; /* counted from 1 */
+    return hf_name(layer, fmt("ple.ple_embedding.%s", what));
+}
+
+/* Returns shard i of the table of n-grams as rows. All shards have one scale, if they are FP8. */
+static struct linear ngram_shard(size_t i, struct tensor *scale) {
+    const char *name = ngram_name(fmt("ngram_embedding.shard_%zu.weight", i));
+    struct tensor *t = tensor_find(name);
+    if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
+    if (t->rank != 2 || !t->bytes || !(t->dtype == F8_E4M3 ? scale != NULL : is_float(t)))
+        die("%s: expected a matrix of BF16, F16, F32 or, with '%s', F8_E4M3, found %s", where(t),
+            ngram_name("ngram_embedding.weight_scale"), shape_text(t));
+    struct linear l = as_rows(t);
+    l.rows = t->shape[0];
+    l.cols = t->shape[1];
+    t->used = true;
+    if (t->dtype != F8_E4M3) return l;
+    l.format = FP8_TENSOR;
+    l.factor = fp8_factor(scale, read_scalar(scale));
+    return l;
+}
+
+/* Plans the table of n-grams, whose rows are in many tensors. */
+static void plan_ngrams(void) {
+    const struct ngram *g = &made.model.ngram;
+    const size_t n = g->size ? (size_t)get_int(src.cfg, "split_ngram_parts", 1, 1 << 16, 512) : 0;
+    struct piece *p = NULL;
+    if (!n) return;
+    struct tensor *scale = tensor_find(ngram_name("ngram_embedding.weight_scale"));
+    for (size_t i = 0; i < n; i++) {
+        struct piece one = {.lin = ngram_shard(i, scale)};
+        one.rows = one.lin.rows;
+        if (one.lin.cols != (size_t)g->row)
+            die("%s: expected rows of %d values (ple_embed_dim over the heads), found %s", where(one.lin.w), g->row,
+                shape_text(one.lin.w));
+        arrput(p, one);
+    }
+    plan_matrix("per_layer_token_embd", p, SINGLE);
 }
 
 /* Whether a block has a dense feed-forward. Layers after the last ordinary one predict further tokens. */
@@ -2032,12 +2103,14 @@ static void plan_model(void) {
     const bool own = !src.tied || has_linear(hf_name(-1, "model.embed_tokens"));
     plan_linear("token_embd", resolve_folded(hf_name(-1, own ? "model.embed_tokens" : "lm_head")), DIM_VOCAB, DIM_EMBD,
                 SINGLE);
-    plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
-                src.zero_centered ? LESS_ONE : VALUES);
+    if (!made.model.hc_low)
+        plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
+                    src.zero_centered ? LESS_ONE : VALUES);
     if (!src.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_hc_head();
     plan_blocks();
+    plan_ngrams();
     for (int l = 0; l < src.n_layer; l++) plan_layer(l);
     for (int l = src.n_layer; l < src.n_layer + src.n_mtp && plan_prediction(l); l++) continue;
     report_skipped(fp8_inputs, of_inputs);
@@ -2119,6 +2192,8 @@ static bool is_recurrent(int layer) {
     if (layer >= src.n_layer) return false;
     if (list) type = json_string_value(json_array_get(list, (size_t)layer));
     expect(c, "layer_types", !list || json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
+    if (type && src.indexed && !strcmp(type, "indexed_attention"))
+        type = "full_attention"; /* as transformers writes it */
     expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
            "\"full_attention\" and \"linear_attention\"");
     return !strcmp(type, "linear_attention");
@@ -2145,6 +2220,81 @@ static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.sh
                                                   {"eh_proj", "fc", BESIDE},
                                                   {"shared_head.norm", "norm", BESIDE},
                                                   {NULL, NULL, EVERYWHERE}};
+
+/* Reads the keys of Qwen3.8-Flash-Next. */
+static void config_qwen4(void) {
+    struct doc c = src.cfg;
+    const char *gate = get_str(c, "output_gate_type", get_str(c, "hidden_act", "silu"));
+    expect(c, "output_gate_type", !strcmp(gate, "sigmoid"), "\"sigmoid\" (GGUF files can say no other)");
+    expect(c, "ple_layer_ids", json_array_size(get_list(c, "ple_layer_ids")) <= 1,
+           "at most one layer (GGUF files can say no more)");
+    src.mtp_why = "moe runs no such layers of streams that are read through a low rank";
+}
+
+/* Writes n numbers of 64 bits that the source has as a tensor of I64. */
+static void put_longs(const char *key, const char *name, size_t n) {
+    struct tensor *t = tensor_find(name);
+    int64_t *v = xrealloc(NULL, n * sizeof *v);
+    if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
+    if (t->dtype != I64 || t->rank != 1 || t->shape[0] != n)
+        die("%s: expected %zu numbers of I64, found %s", where(t), n, shape_text(t));
+    t->used = true;
+    tensor_read(t, 0, v, n * sizeof *v);
+    for (size_t i = 0; i < n; i++)
+        if (v[i] < 0) die("%s: number %zu is %lld, expected one from 0 up", where(t), i, (long long)v[i]);
+    kv_array(key, GGUF_V_U64, (int)n, v);
+    free(v);
+}
+
+/* Writes which layer has the table of n-grams, and how rows are found in it. */
+static void put_ngrams(void) {
+    struct doc c = src.cfg;
+    json_t *list = get_list(c, "ple_layer_ids"), *eos = get(c, "eos_token_id");
+    int64_t end = -1;
+    if (!json_array_size(list)) return;
+    const int64_t layer = json_element(list, 0) - 1;
+    const size_t size = (size_t)get_int(c, "ngram_size", 2, NGRAM_MAX, 3);
+    const size_t each = (size_t)get_int(c, "heads_per_ngram", 1, NGRAM_HEADS, 8), heads = (size - 1) * each;
+    const size_t wide = (size_t)get_int(c, "ple_embed_dim", 1, 1 << 20, (int64_t)size_of("hidden_size"));
+    expect(c, "ple_layer_ids", layer >= 0 && layer < src.n_layer, fmt("a number from 1 to %d", src.n_layer));
+    expect(c, "ple_embed_dim", wide % heads == 0, fmt("a multiple of the %zu heads of n-grams", heads));
+    /* of a list the first, as in transformers */
+    expect(c, "eos_token_id", json_whole(json_is_array(eos) ? json_array_get(eos, 0) : eos, &end) && end >= 0,
+           "a token id, or a list of such");
+    kv_array("ple.layers", GGUF_V_I32, 1, (int32_t[]){(int32_t)layer});
+    kv_u32("ple.ngram_size", size);
+    kv_u32("ple.heads_per_ngram", each);
+    kv_u32("ple.conv_kernel", (size_t)get_int(c, "ple_conv_kernel_size", 1, 64, 4));
+    kv_u32("ple.eos_token_id", (size_t)end);
+    if (get(src.top, "image_token_id")) /* of llama.cpp alone */
+        kv_u32("ple.image_token_id", (size_t)get_int(src.top, "image_token_id", 0, INT32_MAX, REQUIRED));
+    kv_u32("embedding_length_per_layer_input", wide / heads);
+    put_longs("ple.layer_multipliers", ngram_name("layer_multipliers"), size);
+    put_longs("ple.head_offsets", ngram_name("ngram_heads_offsets"), heads);
+    put_longs("ple.head_vocab_sizes", ngram_name("ngram_heads_vocab_sizes"), heads);
+}
+
+static void put_qwen4(void) {
+    struct doc c = src.cfg;
+    const size_t ratio = (size_t)get_int(c, "indexer_compress_ratio", 1, 1 << 16, REQUIRED);
+    int32_t ratios[MAX_LAYERS];
+    put_delta();
+    kv_u32("hyper_connection.count", (size_t)get_int(c, "hc_count", 2, HC_MAX, 4));
+    kv_u32("hyper_connection.low_rank", (size_t)get_int(c, "hc_lowrank", 1, 1 << 16, 320));
+    kv_u32("attention.indexer.head_count", (size_t)get_int(c, "indexer_n_heads", 1, 1024, REQUIRED));
+    kv_u32("attention.indexer.key_length", (size_t)get_int(c, "indexer_head_dim", 2, 1024, REQUIRED));
+    kv_u32("attention.indexer.top_k", (size_t)get_int(c, "indexer_budget", 1, MAX_TRAINED, REQUIRED));
+    for (int l = 0; l < n_blocks(); l++) ratios[l] = is_recurrent(l) ? 0 : (int32_t)ratio;
+    kv_array("attention.compress_ratios", GGUF_V_I32, n_blocks(), ratios);
+    put_ngrams();
+}
+
+static const struct renaming qwen4_names[] = {
+    {"model.norm", "model.hyper_connection_mixer.hc_norm", EVERYWHERE}, /* the norm before the head */
+    {"self_attn.indexer.q_norm", "self_attn.indexer.q_layernorm", EVERYWHERE},
+    {"self_attn.indexer.k_norm", "self_attn.indexer.k_layernorm", EVERYWHERE},
+    {"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
 
 /* ============================================================================================================
  * Families: DeepSeek, GLM, Hy3
@@ -3128,12 +3278,14 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
     .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts",                            \
     .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts",                                 \
     .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor"
-#define QWEN_DELTA                                                                                             \
-    .renaming = qwen_next_names, .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .rope_theta = 10000,  \
-    .rotary = 0.25, .partial = true, .zero_centered = true, .put = put_delta
-#define QWEN_DELTA_EXPERTS                                                                                     \
-    QWEN_DELTA, .experts_key = "num_experts", .shared_key = "shared_expert_intermediate_size", .n_shared = 1,  \
+#define QWEN_HYBRID                                                                                            \
+    .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .rope_theta = 10000, .rotary = 0.25,               \
+    .partial = true, .zero_centered = true
+#define QWEN_EXPERTS                                                                                           \
+    .experts_key = "num_experts", .shared_key = "shared_expert_intermediate_size", .n_shared = 1,              \
     .shared_gate = true, .shared_width = true, .norm_topk_prob = true
+#define QWEN_DELTA        QWEN_HYBRID, .renaming = qwen_next_names, .put = put_delta
+#define QWEN_DELTA_EXPERTS QWEN_DELTA, QWEN_EXPERTS
 #define MINIMAX_M3                                                                                             \
     .arch = "minimax-m3", .renaming = minimax_names, .is_dense = is_dense_minimax, .leads = true,              \
     .has_indexer = has_indexer_minimax, .experts_key = "num_local_experts", .experts_other = "num_experts",    \
@@ -3175,6 +3327,10 @@ static const struct release {
     {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .fixed = fixed_delta,
      .src = {.arch = "qwen35moe", .pre = "qwen35", QWEN_DELTA_EXPERTS, .is_dense = is_dense_never,
              .sections = true}},
+    {.type = "qwen4_exp_text", .wrapper = "qwen4_exp", .config = config_qwen4,
+     .fixed = "indexer_kv_heads 1 use_sliding_window false",
+     .src = {.arch = "qwen4exp", .pre = "qwen35", QWEN_HYBRID, QWEN_EXPERTS, .renaming = qwen4_names, .put = put_qwen4,
+             .is_dense = is_dense_never, .indexed = true, .sections = true}},
     {.type = "qwen3_next", .fixed = fixed_delta,
      .src = {.arch = "qwen3next", QWEN_DELTA_EXPERTS, .is_dense = is_dense_qwen3}},
     {.type = "deepseek_v3", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
@@ -3307,6 +3463,8 @@ static const struct release {
      .src = {INKLING}}};
 #undef LATENT
 #undef DEEPSEEK_EXPERTS
+#undef QWEN_HYBRID
+#undef QWEN_EXPERTS
 #undef QWEN_DELTA
 #undef QWEN_DELTA_EXPERTS
 #undef MINIMAX_M3
@@ -5470,11 +5628,11 @@ static const struct manual manual = {
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
-             "qwen3_next, deepseek_v3, deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3,\n"
-             "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
-             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
-             "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
-             "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
+             "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
+             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe,\n"
+             "step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
              "glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
              "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"

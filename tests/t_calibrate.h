@@ -99,8 +99,8 @@ static void test_calibrate_sums(void) {
     static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next",  "deepseek_v3_plain",
                                         "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",     "step3p5",
                                         "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "kimi_linear_nvfp4",
-                                        "nemotron_h",        "inkling2_loop",  "glm5_next"};
-    for (int f = 0; f < (SANITIZED ? 3 : 15); f++) {
+                                        "nemotron_h",        "inkling2_loop",  "glm5_next",   "qwen4_exp"};
+    for (int f = 0; f < (SANITIZED ? 3 : 16); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;

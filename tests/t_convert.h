@@ -2526,6 +2526,8 @@ static void test_convert_header(void) {
                                        "tests/fixtures/nemotron_h_nvfp4",
                                        "tests/fixtures/step3p7",
                                        "tests/fixtures/qwen3_5_moe_nvfp4",
+                                       "tests/fixtures/qwen4_exp",
+                                       "tests/fixtures/qwen4_exp_nvfp4",
                                        "tests/fixtures/qwen3_next",
                                        "tests/fixtures/qwen3moe",
                                        "tests/fixtures/qwen3moe_ct"};

@@ -449,7 +449,38 @@ static const struct {
                    {"glm5_next_nvfp4", "glm5-next.kda.gate_lower_bound", "-3"},
                    {"glm5_next_nvfp4", "glm5-next.nextn_predict_layers", ""},
                    {"glm5_next_nvfp4", "glm5-next.leading_dense_block_count", "1"},
-                   {"glm5_next_nvfp4", "glm5-next.expert_shared_count", "2"}};
+                   {"glm5_next_nvfp4", "glm5-next.expert_shared_count", "2"},
+                   {"qwen4_exp", "general.architecture", "qwen4exp"},
+                   {"qwen4_exp", "tokenizer.ggml.pre", "qwen35"},
+                   {"qwen4_exp", "qwen4exp.block_count", "3"},
+                   {"qwen4_exp", "qwen4exp.nextn_predict_layers", ""},
+                   {"qwen4_exp", "qwen4exp.attention.recurrent_layers", "1,1,0"},
+                   {"qwen4_exp", "qwen4exp.attention.compress_ratios", "0,0,4"},
+                   {"qwen4_exp", "qwen4exp.attention.indexer.head_count", "16"},
+                   {"qwen4_exp", "qwen4exp.attention.indexer.key_length", "32"},
+                   {"qwen4_exp", "qwen4exp.attention.indexer.top_k", "32"},
+                   {"qwen4_exp", "qwen4exp.hyper_connection.count", "4"},
+                   {"qwen4_exp", "qwen4exp.hyper_connection.low_rank", "32"},
+                   {"qwen4_exp", "qwen4exp.expert_weights_norm", "1"},
+                   {"qwen4_exp", "qwen4exp.expert_shared_feed_forward_length", "64"},
+                   {"qwen4_exp", "qwen4exp.ssm.conv_kernel", "4"},
+                   {"qwen4_exp", "qwen4exp.rope.dimension_sections", "3,3,2,0"},
+                   {"qwen4_exp", "qwen4exp.ple.layers", "1"},
+                   {"qwen4_exp", "qwen4exp.ple.ngram_size", "3"},
+                   {"qwen4_exp", "qwen4exp.ple.heads_per_ngram", "4"},
+                   {"qwen4_exp", "qwen4exp.ple.conv_kernel", "4"},
+                   {"qwen4_exp", "qwen4exp.ple.eos_token_id", "507"},
+                   {"qwen4_exp", "qwen4exp.ple.image_token_id", "248056"},
+                   {"qwen4_exp", "qwen4exp.ple.head_offsets", "0,101,204,311,420,533,660,791"},
+                   {"qwen4_exp", "qwen4exp.ple.head_vocab_sizes", "101,103,107,109,113,127,131,137"},
+                   {"qwen4_exp", "qwen4exp.embedding_length_per_layer_input", "8"},
+                   {"qwen4_exp_nvfp4", "qwen4exp.attention.compress_ratios", "0,3"},
+                   {"qwen4_exp_nvfp4", "qwen4exp.attention.indexer.top_k", "18"},
+                   {"qwen4_exp_nvfp4", "qwen4exp.expert_weights_norm", "0"},
+                   {"qwen4_exp_nvfp4", "qwen4exp.ple.layers", "0"},
+                   {"qwen4_exp_nvfp4", "qwen4exp.ple.eos_token_id", "509"},
+                   {"qwen4_exp_nvfp4", "qwen4exp.ple.image_token_id", ""},
+                   {"qwen4_exp_nvfp4", "qwen4exp.embedding_length_per_layer_input", "16"}};
 
 /* What config.json becomes, under the names of llama.cpp's converter. Every row catches that its key is lost, has
  * another name or another value. */
@@ -803,6 +834,8 @@ static void test_families_mxfp4(void) {
 
 #define M3 "language_model.model."
 
+#define Q4 "model.language_model."
+
 /* Vectors and small matrices of releases, and `more` by which the converted ones exceed them: Step-3.5's and
  * MiniMax-M3's norms are stored less 1. */
 static const struct converted_tensor {
@@ -991,7 +1024,28 @@ static const struct converted_tensor {
     {"nemotron_h", "blk.6.post_attention_norm.weight", "mtp.layers.1.norm.weight", 0},
     {"nemotron_h", "blk.6.ffn_down_shexp.weight", "mtp.layers.1.mixer.shared_experts.down_proj.weight", 0},
     {"nemotron_h", "blk.6.ffn_gate_inp.weight", "mtp.layers.1.mixer.gate.weight", 0},
-    {"nemotron_h", "blk.6.nextn.shared_head_norm.weight", "mtp.layers.1.final_layernorm.weight", 0}};
+    {"nemotron_h", "blk.6.nextn.shared_head_norm.weight", "mtp.layers.1.final_layernorm.weight", 0},
+    {"qwen4_exp", "output_hc_norm.weight", Q4 "hyper_connection_mixer.hc_norm.weight", 1},
+    {"qwen4_exp", "output_hc_down.weight", Q4 "hyper_connection_mixer.input_mix_weight_down.weight", 0},
+    {"qwen4_exp", "output_hc_up.weight", Q4 "hyper_connection_mixer.input_mix_weight_up.weight", 0},
+    {"qwen4_exp", "blk.0.hc_attn_norm.weight", Q4 "layers.0.attn_hyper_connection.hc_norm.weight", 1},
+    {"qwen4_exp", "blk.0.hc_attn_down.weight", Q4 "layers.0.attn_hyper_connection.input_mix_weight_down.weight", 0},
+    {"qwen4_exp", "blk.2.hc_attn_up.weight", Q4 "layers.2.attn_hyper_connection.input_mix_weight_up.weight", 0},
+    {"qwen4_exp", "blk.1.hc_attn_inject.weight", Q4 "layers.1.attn_hyper_connection.block_inject_weight.weight", 0},
+    {"qwen4_exp", "blk.1.hc_ffn_norm.weight", Q4 "layers.1.mlp_hyper_connection.hc_norm.weight", 1},
+    {"qwen4_exp", "blk.2.hc_ffn_inject.weight", Q4 "layers.2.mlp_hyper_connection.block_inject_weight.weight", 0},
+    {"qwen4_exp", "blk.1.ple_key.weight", Q4 "layers.1.ple.key_proj.weight", 0},
+    {"qwen4_exp", "blk.1.ple_value.weight", Q4 "layers.1.ple.value_proj.weight", 0},
+    {"qwen4_exp", "blk.1.ple_norm_key.weight", Q4 "layers.1.ple.norm_key.weight", 1},
+    {"qwen4_exp", "blk.1.ple_norm_query.weight", Q4 "layers.1.ple.norm_query.weight", 1},
+    {"qwen4_exp", "blk.1.ple_norm_conv.weight", Q4 "layers.1.ple.norm_conv.weight", 1},
+    {"qwen4_exp", "blk.1.ple_conv1d.weight", Q4 "layers.1.ple.conv1d.weight", 0},
+    {"qwen4_exp", "blk.2.indexer.q_norm.weight", Q4 "layers.2.self_attn.indexer.q_layernorm.weight", 1},
+    {"qwen4_exp", "blk.2.indexer.k_norm.weight", Q4 "layers.2.self_attn.indexer.k_layernorm.weight", 1},
+    {"qwen4_exp", "blk.2.indexer.q_proj.weight", Q4 "layers.2.self_attn.indexer.index_qk_proj.weight", 0},
+    {"qwen4_exp", "blk.0.ssm_norm.weight", Q4 "layers.0.linear_attn.norm.weight", 0},
+    {"qwen4_exp", "blk.0.ffn_up_shexp.weight", Q4 "layers.0.mlp.shared_expert.up_proj.weight", 0}};
+#undef Q4
 
 /* Catches a norm that is left as it is, and a layer or a name that is lost. */
 static void test_families_prediction(void) {
@@ -1110,6 +1164,9 @@ static void test_families_words(void) {
          "\"rope_theta\":null,\"expand\":7}"},
         {"nemotron_h_nvfp4", "{\"layers_block_type\":null,\"hybrid_override_pattern\":\"MEM*E\","
                              "\"time_step_min\":1.0,\"time_step_limit\":[0.5,1]}"},
+        {"qwen4_exp", "{\"layer_types\":[\"linear_attention\",\"linear_attention\",\"indexed_attention\"]}"},
+        {"qwen4_exp", "{\"hc_count\":null,\"ngram_size\":null,\"ple_embed_dim\":null,\"ple_conv_kernel_size\":null,"
+                      "\"norm_topk_prob\":null}"},
         {"laguna", "{\"mlp_layer_types\":null}"},
         {"laguna", "{\"mlp_layer_types\":null,\"mlp_only_layers\":null,\"gating\":\"per-head\"}"},
         {"gpt_oss", "{\"layer_types\":null,\"swiglu_limit\":null}"},
@@ -1918,6 +1975,45 @@ static const struct family_refusal {
      "experts.0.up_proj.weight': expected [64, 64] (moe_intermediate_size, hidden_size), found BF16 [64, 32]",
      "{\"moe_latent_size\":null}", NULL, NULL, 0},
     {"nemotron_h", "tensor 'backbone.layers.4.mixer.D' is missing", NULL, "backbone.layers.4.mixer.D", NULL, 0},
+    {"qwen4_exp",
+     "key 'text_config.output_gate_type': expected \"sigmoid\" (GGUF files can say no other), found \"silu\"",
+     "{\"output_gate_type\":\"silu\"}", NULL, NULL, 0},
+    {"qwen4_exp", "key 'text_config.output_gate_type': expected \"sigmoid\" (GGUF files can say no other)",
+     "{\"output_gate_type\":null}", NULL, NULL, 0},
+    {"qwen4_exp", "key 'text_config.ple_layer_ids': expected at most one layer", "{\"ple_layer_ids\":[1,2]}", NULL,
+     NULL, 0},
+    {"qwen4_exp", "key 'text_config.ple_layer_ids': expected a number from 1 to 3", "{\"ple_layer_ids\":[0]}", NULL,
+     NULL, 0},
+    {"qwen4_exp", "layers.2.ple.ple_embedding.layer_multipliers' is missing", "{\"ple_layer_ids\":[3]}", NULL, NULL, 0},
+    {"qwen4_exp", "key 'text_config.indexer_kv_heads': expected 1", "{\"indexer_kv_heads\":2}", NULL, NULL, 0},
+    {"qwen4_exp", "'qwen4exp.attention.compress_ratios' has 5 for layer 2, expected a divisor of",
+     "{\"indexer_compress_ratio\":5}", NULL, NULL, 0},
+    {"qwen4_exp", "key 'text_config.ple_embed_dim': expected a multiple of the 8 heads of n-grams",
+     "{\"ple_embed_dim\":60}", NULL, NULL, 0},
+    {"qwen4_exp", "key 'text_config.eos_token_id': expected a token id", "{\"eos_token_id\":null}", NULL, NULL, 0},
+    {"qwen4_exp", "ngram_embedding.shard_16.weight' is missing", "{\"split_ngram_parts\":17}", NULL, NULL, 0},
+    {"qwen4_exp", "ngram_embedding.shard_11.weight' is missing", NULL,
+     "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_11.weight", NULL, 0},
+    {"qwen4_exp", "ngram_embedding.shard_3.weight': expected rows of 8 values", NULL,
+     "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_3.weight", "[128,4]", 0},
+    {"qwen4_exp", "layer_multipliers': expected 3 numbers of I64, found I64 [1, 3]", NULL,
+     "model.language_model.layers.1.ple.ple_embedding.layer_multipliers", "[1,3]", 0},
+    {"qwen4_exp", "ngram_heads_offsets' is missing", NULL,
+     "model.language_model.layers.1.ple.ple_embedding.ngram_heads_offsets", NULL, 0},
+    {"qwen4_exp",
+     "index_qk_proj.weight': expected [544, 64] ((indexer_n_heads + 1) x indexer_head_dim, hidden_size), found BF16 "
+     "[64, "
+     "544]",
+     NULL, "model.language_model.layers.2.self_attn.indexer.index_qk_proj.weight", "[64,544]", 0},
+    {"qwen4_exp",
+     "input_mix_weight_up.weight': expected [256, 32] (hc_count x hidden_size, hc_lowrank), found BF16 [32, 256]", NULL,
+     "model.language_model.layers.0.mlp_hyper_connection.input_mix_weight_up.weight", "[32,256]", 0},
+    {"qwen4_exp", "tensor 'model.language_model.hyper_connection_mixer.input_mix_weight_up.weight' is missing", NULL,
+     "model.language_model.hyper_connection_mixer.input_mix_weight_up.weight", NULL, 0},
+    {"qwen4_exp_nvfp4",
+     "shard_0.weight': expected a matrix of BF16, F16, F32 or, with "
+     "'model.layers.0.ple.ple_embedding.ngram_embedding.weight_scale', F8_E4M3",
+     NULL, "model.layers.0.ple.ple_embedding.ngram_embedding.weight_scale", NULL, 0},
     {"laguna", "key 'moe_router_logit_softcapping': expected 0", "{\"moe_router_logit_softcapping\":30}", NULL, NULL,
      0},
     {"laguna", "key 'moe_apply_router_weight_on_input': expected false", "{\"moe_apply_router_weight_on_input\":true}",
@@ -2123,6 +2219,46 @@ static void test_families_one_scale(void) {
     hf_end(&h);
 }
 
+/* The table of n-grams of a release: its rows in the order of the shards' numbers, of which shard_10 comes after shard_9;
+ * FP8 as BF16 with the one factor; multipliers of more than 32 bits as they are. */
+static void check_ngrams(const char *fixture, const char *path, size_t n_shard, size_t width, size_t n_multiplier) {
+    struct hf h;
+    char name[160];
+    hf_load(&h, fixture);
+    if (!hf_convert(&h)) return;
+    const struct gguf_tensor *t = gguf_find_tensor(&h.g, "per_layer_token_embd.weight");
+    const struct gguf_tensor *scale = gguf_find_tensor(&h.g, "per_layer_token_embd.scale");
+    snprintf(name, sizeof name, "%s.ngram_embedding.weight_scale", path);
+    const bool fp8 = hf_find(&h, name) != NULL;
+    if (!CHECK(t && t->type == GGUF_BF16 && t->ne[0] == width && t->ne[1] % n_shard == 0, "%s: no table", fixture))
+        return;
+    CHECK(fp8 ? scale && f32_from_bits(gguf_rd32(scale->data)) == hf_float(&h, name, 0) : !scale, "%s: scale", fixture);
+    const size_t each = (size_t)t->ne[1] / n_shard * width;
+    size_t bad = 0;
+    for (size_t i = 0; i < n_shard; i++) {
+        snprintf(name, sizeof name, "%s.ngram_embedding.shard_%zu.weight", path, i);
+        const struct hf_tensor *shard = hf_find(&h, name);
+        for (size_t k = 0; k < each && CHECK(shard, "no %s", name); k++) {
+            uint16_t bits;
+            memcpy(&bits, t->data + 2 * (i * each + k), 2);
+            bad += bf16_to_f32(bits) != (fp8 ? e4m3_to_f32(shard->data[k]) : hf_float(&h, name, k));
+        }
+    }
+    CHECK(!bad, "%s: %zu values of the table differ", fixture, bad);
+    snprintf(name, sizeof name, "%s.layer_multipliers", path);
+    const struct hf_tensor *m = hf_find(&h, name);
+    const struct gguf_kv *kv = gguf_find(&h.g, "qwen4exp.ple.layer_multipliers");
+    CHECK(kv && kv->type == GGUF_V_U64 && kv->n == n_multiplier && m && arrlenu(m->data) == 8 * n_multiplier &&
+              !memcmp(kv->data, m->data, 8 * n_multiplier),
+          "%s: multipliers", fixture);
+    hf_end(&h);
+}
+
+static void test_families_ngrams(void) {
+    check_ngrams("qwen4_exp", "model.language_model.layers.1.ple.ple_embedding", 16, 8, 3);
+    check_ngrams("qwen4_exp_nvfp4", "model.layers.0.ple.ple_embedding", 12, 16, 4);
+}
+
 #define TESTS_FAMILIES                                                                                        \
     {"families/keys", test_families_keys}, {"families/gpt_oss", test_families_gpt_oss},                       \
         {"families/pairs", test_families_pairs}, {"families/qkv", test_families_qkv},                         \
@@ -2133,4 +2269,4 @@ static void test_families_one_scale(void) {
         {"families/refusals", test_families_refusals}, {"families/limits", test_families_limits},             \
         {"families/one_scale", test_families_one_scale}, {"families/indexer", test_families_indexer},         \
         {"families/mxfp8", test_families_mxfp8}, {"families/flat", test_families_flat},                       \
-        {"families/v4", test_families_v4},
+        {"families/v4", test_families_v4}, {"families/ngrams", test_families_ngrams},

@@ -473,6 +473,13 @@ static void test_fixtures_qwen3next(void) {
     check_fixture("qwen3_next_fp8", NULL);
 }
 
+/* Prompts longer than the indexer's choice, with the end of a text inside: other n-grams, a row of the table, a tap, a
+ * block of keys or a stream that is read otherwise has an NMSE of 1e-4 or more. */
+static void test_fixtures_qwen4(void) {
+    check_fixture("qwen4_exp", NULL);
+    check_fixture("qwen4_exp_nvfp4", NULL);
+}
+
 static void test_fixtures_kda(void) {
     check_fixture("kimi_linear", NULL);
     check_fixture("kimi_linear_nvfp4", NULL);
@@ -600,7 +607,11 @@ static void test_keys_seen(void) {
              {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 10, 11},
              {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 11, 8},
              {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 12, 9},
-             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 1002, 11}};
+             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 1002, 11},
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 99, 32}, /* the last block is complete, */
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 97, 34}, /* or has two tokens */
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 34, 35},
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 35, 32}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) CHECK_INT(keys_seen(&c[i].a, c[i].pos), c[i].want, "case %zu", i);
 }
 
@@ -950,6 +961,16 @@ static const struct synth batch_shapes[] = {
      "leading_dense_block_count=1 feed_forward_length=64 expert_count=16 expert_used_count=4 "
      "expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536 "
      "hyper_connection.sinkhorn_iterations=20 hyper_connection.epsilon=1e-6 swiglu_clamp_exp=10"},
+    {"streams of a low rank, n-grams, means of keys", "qwen4exp", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=64 "
+     "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
+     "ssm.inner_size=128 full_attention_interval=2 hyper_connection.count=3 hyper_connection.low_rank=32 "
+     "attention.indexer.head_count=5 attention.indexer.key_length=32 attention.indexer.top_k=513 "
+     "attention.compress_ratios=0,3 ple.layers=0 ple.ngram_size=3 ple.heads_per_ngram=2 ple.conv_kernel=4 "
+     "ple.eos_token_id=5 ple.layer_multipliers=23703573157769,20109073645365,8052911324071 "
+     "ple.head_offsets=0,101,204,311 ple.head_vocab_sizes=101,103,107,109 embedding_length_per_layer_input=32 "
+     "expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 vocab_size=96 "
+     "context_length=65536 rope.freq_base=1e7"},
     /* the window begins in another block of keys during the last run */
     {"window of several splits, sinks, biases", "gpt-oss", .keys =
      "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=2 attention.key_length=8 "
@@ -1285,21 +1306,25 @@ static const struct ops log_ops = {
 };
 
 static void test_ops_replay(void) {
-    static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4"};
+    static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4", "qwen4_exp"};
     static const int buckets[] = {1, 5, 16, 40};
     enum { NAMES = sizeof names / sizeof *names };
-    const uint64_t both = 1ull << LOG_forward | 1ull << LOG_embed | 1ull << LOG_linear | 1ull << LOG_norm_ffn |
-                          1ull << LOG_last_reduce | 1ull << LOG_logits;
+    const uint64_t both =
+        1ull << LOG_forward | 1ull << LOG_embed | 1ull << LOG_linear | 1ull << LOG_norm_ffn | 1ull << LOG_logits;
     for (int f = 0; f < NAMES; f++) {
         struct model m;
         struct session s;
         uint64_t want = both, seen = 0;
         if (!f) want |= 1ull << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
-        if (m.n_hc)
+        if (m.hc_low)
+            want |= 1ull << LOG_streams_norm | 1ull << LOG_streams_read | 1ull << LOG_ngrams | 1ull << LOG_ngrams_add |
+                    1ull << LOG_delta_net | 1ull << LOG_attention | 1ull << LOG_select_keys;
+        else want |= 1ull << LOG_last_reduce;
+        if (m.n_hc && !m.hc_low)
             want |= 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention |
                     1ull << LOG_group_linear | 1ull << LOG_hc_linear;
-        else if (f) want |= 1ull << LOG_mla_attention;
+        else if (f && !m.n_hc) want |= 1ull << LOG_mla_attention;
         if (m.n_mtp) want |= 1ull << LOG_mtp_input | 1ull << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
@@ -1534,7 +1559,7 @@ static void test_streams(void) {
         streams[2][T * K * N], mix[2][T * (MIX + 1)];
     static double now[T * K * N], sum[N], c[MIX];
     const float scale[3] = {0.03f, 0.04f, 0.05f};
-    const struct hyper hc = {fn, base, scale};
+    const struct hyper hc = {.fn = fn, .base = base, .scale = scale};
     uint64_t rng = 4;
     for (int i = 0; i < MIX * K * N; i++) fn[i] = (float)rng_uniform(&rng) - 0.5f;
     for (int i = 0; i < MIX; i++) base[i] = (float)rng_uniform(&rng) - 0.5f;
@@ -1589,6 +1614,39 @@ static void test_streams(void) {
             for (int i = 0; i < N; i++) sum[i] *= (double)w[i] / sqrt(square / N + (double)m[0].rms_eps);
             check_near("norm", h[0] + t * N, sum, N);
         }
+    }
+}
+
+/* The same for streams of a low rank: what is written to them, and their norms. */
+static void test_streams_low(void) {
+    enum { K = HYPER_STREAMS, N = HYPER_EMBD, T = HYPER_TOKENS };
+    static float w[K * N], out[T * N], streams[T * K * N], norms[T * K * N], mix[T * K];
+    static double now[T * K * N], normed[T * K * N];
+    uint64_t rng = 6;
+    const struct model m = {.n_embd = N, .n_hc = K, .hc_low = 1, .rms_eps = 0.01f, .shard.n_rank = 1};
+    struct cpu cpu = {.k = &kernels_ref};
+    struct rank r = {.cpu = &cpu, .m = &m, .n_tok = T};
+    r.act[A_OUT] = out, r.act[A_HC] = streams, r.act[A_NORMS] = norms, r.act[A_MIX] = mix;
+    r.width[A_OUT] = N, r.width[A_HC] = r.width[A_NORMS] = K * N, r.width[A_MIX] = K;
+    for (int i = 0; i < K * N; i++) w[i] = 1 + (float)rng_uniform(&rng);
+    for (int i = 0; i < T * N; i++) out[i] = (float)rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < T * K * N; i++) streams[i] = (float)rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < T * K; i++) mix[i] = 4 * (float)rng_uniform(&rng) - 2;
+    for (int turn = 0; turn < 3; turn++) { /* without sums, with them, and without norms */
+        for (int s = 0; s < T * K; s++) {
+            double square = 0;
+            for (int i = 0; i < N; i++) {
+                const int at = s * N + i;
+                now[at] = (double)streams[at];
+                if (turn) now[at] += 2 / (1 + exp(-(double)mix[s] / K)) * (double)out[s / K * N + i];
+                square += now[at] * now[at];
+            }
+            for (int i = 0; i < N && turn < 2; i++)
+                normed[s * N + i] = now[s * N + i] * (double)w[s % K * N + i] / sqrt(square / N + (double)m.rms_eps);
+        }
+        streams_add(&r, turn ? A_OUT : ACT_COUNT, turn < 2 ? w : NULL, A_NORMS);
+        check_near("streams", streams, now, T * K * N);
+        check_near("norms", norms, normed, T * K * N);
     }
 }
 
@@ -1785,8 +1843,8 @@ static void test_banners(void) {
 /* The operations of a forward, timed one by one: their times make up the whole, their bytes are those of the model, and
  * the logits are the same as before. */
 static void test_cpu_profile(void) {
-    static const char *const names[] = {"qwen3moe",          "deepseek_v3_nvfp4", "qwen3_5_moe",
-                                        "glm_moe_dsa_types", "minimax_m3",        "bailing_hybrid"};
+    static const char *const names[] = {"qwen3moe",   "deepseek_v3_nvfp4", "qwen3_5_moe", "glm_moe_dsa_types",
+                                        "minimax_m3", "bailing_hybrid",    "qwen4_exp"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
         struct session s;
@@ -1842,12 +1900,13 @@ static void test_cpu_profile(void) {
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
         {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-glm5-next", test_fixtures_glm5_next},    \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},          \
-        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                          \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},   \
-        {"model/router", test_router}, {"model/glu", test_glu}, {"model/streams", test_streams},                       \
+        {"model/fixtures-qwen4", test_fixtures_qwen4}, {"model/fixtures-reap", test_fixtures_reap},                    \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
+        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/streams-low", test_streams_low},             \
         {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

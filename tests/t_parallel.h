@@ -214,10 +214,12 @@ static void test_parallel_drafts(void) {
     CHECK(taken > 3 * RANK_FIXTURES, "%d drafts were taken", taken);
 }
 
-/* The tokens of a stem, a multiple of cut_step. */
-static int stem_tokens(const char *fixture) {
-    if (!strcmp(fixture, "glm5_next_nvfp4")) return 512;
-    return strncmp(fixture, "deepseek_v4", 11) && strcmp(fixture, "glm5_next") ? 64 : 256;
+/* Tokens of a stem: cut_step of the fixture's model. */
+static int parallel_stem(const char *name) {
+    struct model m;
+    const int n = fixture_load(name, &m) ? cut_step(&m) : 0;
+    if (n) model_free(&m);
+    return n;
 }
 
 /* With a stem: every fixture, and all prompts begin with it or most of them. */
@@ -225,7 +227,7 @@ static void test_parallel_stem(void) {
     static const int layouts[][2] = {{1, 1}, {2, 1}, {1, 2}};
     for (int f = 0; f < RANK_FIXTURES; f++) {
         const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
-        const int n_stem = stem_tokens(rank_fixtures[f]);
+        const int n_stem = parallel_stem(rank_fixtures[f]);
         check_parallel(&(struct parallel_case){.name = rank_fixtures[f],
                                                .k = kernels_choose(),
                                                .tp = layout[0],
@@ -243,7 +245,7 @@ static void test_parallel_stem(void) {
 static void test_parallel_kernels(void) {
     static const char *const names[] = {"qwen3moe_nvfp4", "deepseek_v3_nvfp4", "deepseek_v4", "qwen3_5_moe_nvfp4",
                                         "glm_moe_dsa",    "minimax_m3",        "kimi_linear", "bailing_hybrid",
-                                        "nemotron_h",     "inkling2_loop",     "glm5_next"};
+                                        "nemotron_h",     "inkling2_loop",     "glm5_next",   "qwen4_exp"};
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f++)
             check_parallel(&(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0,

@@ -833,7 +833,7 @@ static void test_plan_launches(void) {
         struct plan *p = xcalloc(1, sizeof *p);
         p->m = &m;
         p->kv = KV_FP8;
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < 4 && !gpu_lacks(&m); k++)
             for (int r = 0; r < tp[k] * pp[k]; r++) {
                 struct plan_rank *rank = &p->layout[0].rank[r];
                 plan_rank(rank, p, &m, (struct shard){r % tp[k], tp[k], r / tp[k], pp[k]});
@@ -854,6 +854,39 @@ static void test_plan_launches(void) {
         plan_free(p);
         model_free(&m);
     }
+}
+
+/* Qwen3.8-Flash-Next on a CPU, against arithmetic by hand: what a token reads, the table of n-grams among it, of which a
+ * token reads 16 rows of 160 BF16 values. On a GPU it is refused. */
+static void test_plan_ngrams(void) {
+    const int64_t d = 2560, streams = 4 * d, expert = 3 * (d * 640 * 36 / 64 + 4);
+    const int64_t mix = 4 * streams + 2 * 2 * streams * 320; /* a norm and two matrices of a low rank */
+    const int64_t delta = 2 * d * (2 * 16 * 128 + 2 * 48 * 128 + 2 * 48) + 2 * 48 * 128 * d /* in, out */
+                          + 4 * (4 * (2 * 16 * 128 + 48 * 128) + 2 * 48 + 128);         /* convolution, A, dt, norm */
+    const int64_t attn = 2 * d * (24 * 2 * 256 + 2 * 2 * 256 + 24 * 256) + 4 * 2 * 256  /* with the gate */
+                         + 2 * d * (4 * 128 + 128) + 4 * 2 * 128;                       /* the indexer */
+    const int64_t half = mix + 2 * 4 * streams, experts = 4 * d * 512 + expert + 4 * d; /* router, shared, its gate */
+    const int64_t ngrams = 2 * d * (streams + d) + 4 * 3 * streams + 4 * 4 * streams;
+    json_t *o = plan_of("--cpu --synth qwen3.8-flash-next", 1);
+    const json_t *reads = json_object_get(o, "reads"), *table = json_object_get(o, "ngrams");
+    CHECK_INT(plan_int(table, "bytes"), 320001446ll * 160 * 2, "the table");
+    CHECK_INT(plan_int(table, "token_bytes"), 16 * 160 * 2, "a token's rows");
+    CHECK_INT(plan_int(reads, "experts"), 48 * 10 * expert, "experts");
+    CHECK_INT(plan_int(reads, "backbone"),
+              48 * (2 * half + experts) + 36 * delta + 12 * attn + ngrams + plan_int(table, "token_bytes"), "backbone");
+    CHECK_INT(plan_int(reads, "head"), 2 * d * 248320 + mix, "head");
+    CHECK_INT(plan_int(reads, "index_keys"), 12 * plan_int(o, "context") / 4 * 128 * 2, "means of keys");
+    json_decref(o);
+
+    char *out = NULL, *err = NULL;
+    int rc = run_command(MOE_BIN " --plan --gpus 1x96 --synth qwen3.8-flash-next </dev/null", &out, &err);
+    CHECK(rc == 2 && !arrlen(out) &&
+              !strcmp(sb_cstr(&err),
+                      "moe: hyper-connections of a low rank, tables of n-grams and indexers of means are "
+                      "not supported on a GPU; use --cpu\n"),
+          "%d: %.200s", rc, sb_cstr(&err));
+    arrfree(out);
+    arrfree(err);
 }
 
 /* Several prompts at a time: their caches, the contexts for which there is room, and the speed. */
@@ -1443,14 +1476,14 @@ static void test_plan_readme(void) {
     arrfree(text);
 }
 
-#define TESTS_PLAN                                                                                                 \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                      \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                              \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                  \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/at-once", test_plan_at_once}, {"plan/host", test_plan_host}, \
-        {"plan/disk", test_plan_disk}, {"plan/n-cpu-moe", test_plan_cpu_moe},                                      \
-        {"plan/readme-disk", test_plan_readme_disk}, {"plan/readme", test_plan_readme},                            \
-        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},           \
+#define TESTS_PLAN                                                                                                     \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                          \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                                  \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                      \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},         \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                                  \
+        {"plan/ngrams", test_plan_ngrams}, {"plan/verdicts", test_plan_verdicts}, {"plan/at-once", test_plan_at_once}, \
+        {"plan/host", test_plan_host}, {"plan/disk", test_plan_disk}, {"plan/n-cpu-moe", test_plan_cpu_moe},           \
+        {"plan/readme-disk", test_plan_readme_disk}, {"plan/readme", test_plan_readme},                                \
+        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},               \
         {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},

@@ -729,7 +729,9 @@ static void test_reap_model(void) {
              {"inkling2_nvfp4", 3},
 
              {"glm5_next", 5},
-             {"glm5_next_nvfp4", 4}};
+             {"glm5_next_nvfp4", 4},
+             {"qwen4_exp", 3},
+             {"qwen4_exp_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -777,6 +779,8 @@ static void test_reap_fixtures(void) {
              {"nemotron_h_nvfp4", "--keep 4", {0, 4, 0, 0, 4}},
              {"glm5_next", "--keep 5 --mtp drop", {0, 0, 0, 5}},
              {"glm5_next_nvfp4", "--keep 4", {0, 4, 4}},
+             {"qwen4_exp", "--keep 3", {3, 3, 3}},
+             {"qwen4_exp_nvfp4", "--keep 4", {4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -1400,7 +1404,9 @@ static void test_reap_directory(void) {
                                        {"nemotron_h_nvfp4", "--keep 4"},
                                        {"glm5_next", "--keep 5"},
                                        {"glm5_next", "--keep 5 --mtp drop"},
-                                       {"glm5_next_nvfp4", "--keep 4"}};
+                                       {"glm5_next_nvfp4", "--keep 4"},
+                                       {"qwen4_exp", "--keep 3"},
+                                       {"qwen4_exp_nvfp4", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);

@@ -126,9 +126,9 @@ enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
 
 /* Models with state beyond a row per token: the test's own family, those with recurrent layers, those with rings for
  * short convolutions, and after them one whose rings make compressed keys. */
-static const char *const state_models[] = {"qwen3moe",       "qwen3_5_moe", "qwen3_next",      "kimi_linear",
-                                           "bailing_hybrid", "nemotron_h",  "glm5_next_nvfp4", "inkling2_loop",
-                                           "inkling2_nvfp4", "deepseek_v4"};
+static const char *const state_models[] = {"qwen3moe",       "qwen3_5_moe",    "qwen3_next",      "kimi_linear",
+                                           "bailing_hybrid", "nemotron_h",     "glm5_next_nvfp4", "qwen4_exp",
+                                           "inkling2_loop",  "inkling2_nvfp4", "deepseek_v4"};
 enum {
     STATE_MODELS = sizeof state_models / sizeof *state_models - 1, /* without that */
     STATE_RECURRENT = STATE_MODELS - 2                             /* and without rings alone */

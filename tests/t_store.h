@@ -62,11 +62,29 @@ static void store_parts(const char *name, const struct model *m) {
 }
 
 static void test_store_bits(void) {
-    static const char *const names[] = {
-        "qwen3moe",      "qwen3moe_nvfp4", "deepseek_v3",       "deepseek_v3_fp8",   "gpt_oss",    "qwen3_5_moe",
-        "qwen3_next",    "glm_moe_dsa",    "minimax_m3_nvfp4",  "deepseek_v4",       "step3p7",    "qwen3moe_reap",
-        "dots1",         "mixtral",        "kimi_linear_nvfp4", "bailing_hybrid_ct", "nemotron_h", "nemotron_h_nvfp4",
-        "inkling2_loop", "inkling2_nvfp4", "glm5_next"};
+    static const char *const names[] = {"qwen3moe",
+                                        "qwen3moe_nvfp4",
+                                        "deepseek_v3",
+                                        "deepseek_v3_fp8",
+                                        "gpt_oss",
+                                        "qwen3_5_moe",
+                                        "qwen3_next",
+                                        "glm_moe_dsa",
+                                        "minimax_m3_nvfp4",
+                                        "deepseek_v4",
+                                        "step3p7",
+                                        "qwen3moe_reap",
+                                        "dots1",
+                                        "mixtral",
+                                        "kimi_linear_nvfp4",
+                                        "bailing_hybrid_ct",
+                                        "nemotron_h",
+                                        "nemotron_h_nvfp4",
+                                        "inkling2_loop",
+                                        "inkling2_nvfp4",
+                                        "glm5_next",
+                                        "qwen4_exp",
+                                        "qwen4_exp_nvfp4"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m, own;
         int32_t *ids = NULL;

@@ -347,8 +347,69 @@ static void test_tables_inkling2_keys(void) {
     }
 }
 
-#define TESTS_TABLES                                                                              \
-    {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
-        {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4}, \
-        {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},  \
-        {"model/kda-keys", test_tables_kda_keys}, {"model/inkling2-keys", test_tables_inkling2_keys},
+/* The same of Qwen3.8-Flash-Next. A table that lacks a row that a hash may choose is refused before any is read. */
+static void test_tables_qwen4_keys(void) {
+    enum { ABSENT = -1 };
+    static const struct {
+        const char *key, *message;
+        int n; /* values that take the key's place; ABSENT: none does */
+        int64_t v[8];
+    } c[] = {
+        {"hyper_connection.low_rank", "'qwen4exp.hyper_connection.low_rank' is missing", ABSENT, {0}},
+        {"hyper_connection.count", "'qwen4exp.hyper_connection.count' is 1, expected 2 to 8", 1, {1}},
+        {"attention.compress_ratios", "'qwen4exp.attention.compress_ratios' is missing or has no number", ABSENT, {0}},
+        {"attention.compress_ratios",
+         "has 0 for layer 2, expected a divisor of attention.indexer.top_k, 32",
+         3,
+         {0, 0, 0}},
+        {"attention.compress_ratios",
+         "has 5 for layer 2, expected a divisor of attention.indexer.top_k, 32",
+         3,
+         {0, 0, 5}},
+        {"attention.indexer.key_length", "is 8, expected at least the 16 rotated values", 1, {8}},
+        {"ple.layers", "'qwen4exp.ple.layers' has 2 values, expected the number of one of 3 layers", 2, {0, 1}},
+        {"ple.layers", "'qwen4exp.ple.layers' has 1 values, expected the number of one of 3 layers", 1, {3}},
+        {"ple.layers", "'qwen4exp.ple.layers' has 2, which is a layer of attention", 1, {2}},
+        {"ple.layers", "tensor 'per_layer_token_embd.weight' is not part of the architecture", ABSENT, {0}},
+        {"ple.ngram_size", "'qwen4exp.ple.ngram_size' is missing", ABSENT, {0}},
+        {"ple.ngram_size", "'qwen4exp.ple.ngram_size' is 9, expected 2 to 8", 1, {9}},
+        {"ple.heads_per_ngram", "'qwen4exp.ple.heads_per_ngram' is 33, expected 1 to 32", 1, {33}},
+        {"ple.conv_kernel", "'qwen4exp.ple.conv_kernel' is missing", ABSENT, {0}},
+        {"ple.eos_token_id", "'qwen4exp.ple.eos_token_id' is 512, expected one of 512 tokens", 1, {512}},
+        {"ple.layer_multipliers", "is missing or has fewer than 3 numbers", 2, {1, 3}},
+        {"ple.layer_multipliers", "has no whole number from 1 to", 3, {1, 0, 3}},
+        {"ple.layer_multipliers",
+         "has 18014398509481985, expected at most 18014398509481983 with 512 tokens",
+         3,
+         {1, 3, (INT64_MAX / 512) + 2}},
+        {"ple.head_offsets",
+         "'per_layer_token_embd.weight' has 1024 rows, expected 1025 for head 7",
+         8,
+         {0, 101, 204, 311, 420, 533, 660, 888}},
+        {"ple.head_vocab_sizes", "has no whole number from 1 to", 8, {101, 103, 107, 109, 0, 127, 131, 137}},
+        {"embedding_length_per_layer_input",
+         "'per_layer_token_embd.weight' has the shape {8, 1024}, expected {4, 1024}",
+         1,
+         {4}}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct model m;
+        struct rewrite x;
+        char err[ERR_MAX] = "", key[96];
+        snprintf(key, sizeof key, "qwen4exp.%s", c[i].key);
+        if (!rewrite_open(&x, "qwen4_exp")) return;
+        const struct gguf_kv *was = gguf_find(&x.from, key);
+        const bool list = was && was->is_array;
+        rewrite_keys(&x, key);
+        if (c[i].n != ABSENT && list) gguf_put_array(&x.w, key, GGUF_V_I64, (uint64_t)c[i].n, c[i].v);
+        else if (c[i].n != ABSENT) gguf_put_u32(&x.w, key, (uint32_t)c[i].v[0]);
+        rewrite_tensors(&x, (const char *const[]){NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, c[i].message), "%s: '%s'", c[i].message, err);
+    }
+}
+
+#define TESTS_TABLES                                                                                  \
+    {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},        \
+        {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4},     \
+        {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},      \
+        {"model/kda-keys", test_tables_kda_keys}, {"model/inkling2-keys", test_tables_inkling2_keys}, \
+        {"model/qwen4-keys", test_tables_qwen4_keys},

@@ -207,7 +207,8 @@ def gqa(W, config, x, p):
 
 
 def qwen_attention(W, config, x, p):
-    """Full attention of Qwen3-Next and Qwen3.5: a gate on the output, RoPE on the first dimensions of a head."""
+    """Full attention of Qwen3-Next, Qwen3.5 and Qwen4-Exp: a gate on the output, RoPE on the first dimensions of a head,
+    in Qwen4-Exp to the keys that an indexer chooses."""
     n, d, eps = len(x), config["head_dim"], config["rms_norm_eps"]
     q, gate = np.split((x @ W.get(p + "q_proj.weight").T).reshape(n, -1, 2 * d), 2, -1)  # per head
     k, v = ((x @ W.get(f"{p}{c}_proj.weight").T).reshape(n, -1, d) for c in "kv")
@@ -221,7 +222,8 @@ def qwen_attention(W, config, x, p):
         a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen) * sigmoid(gate.reshape(n, -1))
+    chosen = best_means(W, config, x, p + "indexer.") if config.get("indexer_budget") else None
+    y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen, chosen=chosen) * sigmoid(gate.reshape(n, -1))
     return y @ W.get(p + "o_proj.weight").T
 
 
@@ -253,7 +255,8 @@ def delta_net(W, config, x, p):
         error = v[t] - np.einsum("hkv,hk->hv", state, k[t])
         state += np.einsum("hk,hv->hkv", k[t], beta[t, :, None] * error)
         out[t] = np.einsum("hkv,hk->hv", state, q[t])
-    out = rms(out, W.get(p + "norm.weight"), eps) * silu(z.reshape(out.shape))
+    act = sigmoid if config.get("output_gate_type") == "sigmoid" else silu
+    out = rms(out, W.get(p + "norm.weight"), eps) * act(z.reshape(out.shape))
     return out.reshape(n, -1) @ W.get(p + "out_proj.weight").T
 
 
@@ -388,6 +391,32 @@ def best_blocks(W, config, r, x, p):
             for b in np.argsort(-np.array(best), kind="stable")[:k]:
                 seen[h, t, b * block:b * block + block] = True
     return np.repeat(seen, config["num_attention_heads"] // heads, 0)
+
+
+def best_means(W, config, x, p):
+    """Which tokens each one sees [n, n]: those of the complete blocks with the best scores, and those of the incomplete
+    one.  Each block has one key, the mean of its tokens' ones, normed and turned as the first of them."""
+    n, size, heads, d = len(x), config["indexer_compress_ratio"], config["indexer_n_heads"], config["indexer_head_dim"]
+    q, k = np.split(x @ W.get(p + "index_qk_proj.weight").T, [heads * d], -1)
+    half = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]) // 2
+    cos, sin, _ = rope_tables(config, n, 2 * half)
+    blocks, eps = n // size, config["rms_norm_eps"]
+    q = rms(q.reshape(n, heads, d), 1 + W.get(p + "q_layernorm.weight"), eps)
+    k = rms(k[:blocks * size].reshape(blocks, size, d).mean(1), 1 + W.get(p + "k_layernorm.weight"), eps)
+
+    def turn(t, c, s):
+        a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
+
+    q, k = turn(q, cos[:, None], sin[:, None]), turn(k, cos[:blocks * size:size], sin[:blocks * size:size])
+    score = np.maximum(np.einsum("qhd,kd->qhk", q, k), 0).sum(1)
+    seen = np.zeros((n, n), bool)
+    for t in range(n):
+        complete = (t + 1) // size
+        seen[t, complete * size:t + 1] = True
+        for b in np.argsort(-score[t, :complete], kind="stable")[:config["indexer_budget"] // size]:
+            seen[t, b * size:(b + 1) * size] = True
+    return seen
 
 
 def shares_choice(config, layer):
@@ -1050,6 +1079,102 @@ def ink_trunk(W, config, ids):
     return rms(x, W.get("model.llm.norm.weight"), config["rms_norm_eps"])
 
 
+def streams(W, config, X, p):
+    """What a half of a layer reads of the streams X [n, count, hidden], whose names begin with p, and how much of its
+    result each stream gets [n, count], or None."""
+    n, count, _ = X.shape
+    z = rms(X, 1 + W.get(p + "hc_norm.weight").reshape(count, -1), config["rms_norm_eps"])
+    flat = z.reshape(n, -1)
+    low = silu(flat @ W.get(p + "input_mix_weight_down.weight").T / count)
+    part = sigmoid(low @ W.get(p + "input_mix_weight_up.weight").T).reshape(z.shape)
+    inject = p + "block_inject_weight.weight"
+    return (part * z).mean(1), 2 * sigmoid(flat @ W.get(inject).T / count) if W.has(inject) else None
+
+
+def primes(start):
+    """Those from `start` on."""
+    while True:
+        if start > 1 and all(start % d for d in range(2, math.isqrt(start) + 1)):
+            yield start
+        start += 1
+
+
+def multiplier(config, i):
+    """That of the token i before the latest, of the first table (SplitMix64)."""
+    mask, gamma = 2 ** 64 - 1, 0x9E3779B97F4A7C15
+    z = (config["seed"] + gamma * (i + 2)) & mask
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+    return 2 * ((z ^ z >> 31) % max(1, (2 ** 63 - 1) // config["vocab_size"] // 2)) + 1
+
+
+def ngram_rows(W, config, ids, p):
+    """The rows of the table of n-grams for each token [n, values].  How they are found is computed, and has to be what
+    the checkpoint says."""
+    size, each = config["ngram_size"], config["heads_per_ngram"]
+    end = int(np.atleast_1d(config["eos_token_id"])[0])
+    some = primes(config["ngram_vocab_size_base"])
+    counts = [next(some) for _ in range((size - 1) * each)]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    multipliers = [multiplier(config, i) for i in range(size)]
+    for leaf, own in {"layer_multipliers": multipliers, "ngram_heads_vocab_sizes": counts,
+                      "ngram_heads_offsets": starts}.items():
+        assert W.plain(p + leaf).tolist() == own, leaf
+    path = p + "ngram_embedding."
+    scale = float(W.plain(path + "weight_scale")[0]) if W.has(path + "weight_scale") else 1
+    table = np.concatenate([W.plain(f"{path}shard_{i}.weight") for i in range(config["split_ngram_parts"])]) * scale
+    unit = config["make_ngram_vocab_size_divisible_by"]
+    assert len(table) == -(-sum(counts) // unit) * unit
+    out = []
+    for t in range(len(ids)):
+        before = []
+        for i in range(size):  # the end of a text is seen, and nothing before it
+            before.append(end if t < i or end in before[1:] else int(ids[t - i]))
+        for j, (count, start) in enumerate(zip(counts, starts)):
+            z = 0
+            for token, m in zip(before[:2 + j // each], multipliers):
+                z ^= token * m
+            out.append(table[z % count + start])
+    return np.array(out, float).reshape(len(ids), -1)
+
+
+def ngrams(W, config, ids, X, p):
+    """What the table of n-grams adds to the streams X."""
+    n, count, hidden = X.shape
+    e, eps = ngram_rows(W, config, ids, p + "ple_embedding."), config["rms_norm_eps"]
+    normed = lambda t, name: rms(t, 1 + W.get(f"{p}norm_{name}.weight").reshape(count, -1), eps)
+    key = normed((e @ W.get(p + "key_proj.weight").T).reshape(X.shape), "key")
+    gate = (key * normed(X, "query")).sum(-1) / math.sqrt(hidden)
+    gate = np.sign(gate) * np.sqrt(np.maximum(np.abs(gate), 1e-6))
+    value = sigmoid(gate)[..., None] * (e @ W.get(p + "value_proj.weight").T)[:, None]
+    taps, apart = W.get(p + "conv1d.weight")[:, 0], config["ngram_size"]  # the last tap is the token itself
+    reach = (taps.shape[1] - 1) * apart
+    padded = np.concatenate([np.zeros((reach, count * hidden)), normed(value, "conv").reshape(n, -1)])
+    conv = sum(padded[j * apart:j * apart + n] * taps[:, j] for j in range(taps.shape[1]))
+    return value + silu(conv).reshape(X.shape)
+
+
+def qwen4_trunk(W, config, ids):
+    """The rows that the head reads."""
+    body = next(p for p in ("model.", "model.language_model.") if W.has(p + "embed_tokens.weight"))
+    x = W.get(body + "embed_tokens.weight")[ids]
+    X = np.repeat(x[:, None], config["hc_count"], 1)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"{body}layers.{layer}."
+        if layer + 1 in config["ple_layer_ids"]:
+            X = X + ngrams(W, config, ids, X, p + "ple.")
+        for half in ("attn", "mlp"):
+            h, inject = streams(W, config, X, f"{p}{half}_hyper_connection.")
+            if half == "mlp":
+                y = moe(W, config, h, p + "mlp.")
+            elif is_linear(config, layer):
+                y = delta_net(W, config, h, p + "linear_attn.")
+            else:
+                y = qwen_attention(W, config, h, p + "self_attn.")
+            X = X + inject[..., None] * y[:, None]
+    return streams(W, config, X, body + "hyper_connection_mixer.")[0]
+
+
 def is_linear(config, layer):
     if config.get("layer_types"):
         return config["layer_types"][layer] == "linear_attention"
@@ -1133,7 +1258,7 @@ def embedding(W):
 def head(W, config):
     if config["model_type"] == "deepseek_v4":
         return W.get("head.weight")
-    if config["model_type"] == "nemotron_h":
+    if config["model_type"] in ("nemotron_h", "qwen4_exp_text"):
         return W.get("lm_head.weight")
     if config["model_type"].startswith("inkling2"):
         return W.get("model.llm.unembed.weight")
@@ -1160,6 +1285,8 @@ def trunk(W, config, ids):
         return ink_trunk(W, config, ids)
     if config["model_type"] == "glm5_next_text":
         return glm5_trunk(W, config, ids)
+    if config["model_type"] == "qwen4_exp_text":
+        return qwen4_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 

@@ -488,6 +488,27 @@ def qwen3_5_dense(layers, **changes):
             "vision_config": {**moe["vision_config"], "model_type": "qwen3_5"}}
 
 
+def qwen4_text(layers, **changes):
+    """The text part of a Qwen4-Exp configuration; layers as of qwen3_5_text().  full_attention has an indexer."""
+    dropped = ("attn_output_gate", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    text = {k: v for k, v in qwen3_5_text(layers, head_dim=changes.get("head_dim", 64)).items() if k not in dropped}
+    return {**text, "hc_count": 4, "hc_lowrank": 32, "heads_per_ngram": 4, "indexer_budget": 32,
+            "indexer_compress_ratio": 4, "indexer_head_dim": 32, "indexer_kv_heads": 1, "indexer_n_heads": 16,
+            "linear_num_value_heads": 4, "make_ngram_vocab_size_divisible_by": 128, "model_type": "qwen4_exp_text",
+            "ngram_size": 3, "ngram_vocab_size_base": 100, "norm_topk_prob": True, "output_gate_type": "sigmoid",
+            "ple_conv_kernel_size": 4, "ple_embed_dim": 64, "ple_layer_ids": [2], "seed": 1234, "split_ngram_parts": 16,
+            **changes}
+
+
+def qwen4(layers, **changes):
+    """config.json in the words of Qwen3.8-Flash-Next: the text model beside a vision tower."""
+    moe = qwen3_5(layers)
+    vision = {**moe["vision_config"], "model_type": "qwen4_exp", "rope_parameters": {"rope_type": "axial",
+                                                                                     "rope_theta": 10000.0}}
+    return {**moe, "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp",
+            "text_config": qwen4_text(layers, **changes), "vision_config": vision}
+
+
 def qwen3_next(**changes):
     """config.json in the words of the Qwen3-Next releases: flat, and without a word on the MTP layer."""
     return {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **QWEN_TEXT,
@@ -784,6 +805,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   chain    the number of layers for multi-token prediction that take each other's rows, windowed and dense
 #   aside    tensors that no text model reads, with their shapes
 #   flat     taps are stored as [values, taps] in place of [values, 1, taps], A_log without sizes of 1
+#   ends     positions of the prompt with the token that ends a text, beyond which no n-gram goes
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "inkling2_loop": dict(
@@ -947,6 +969,22 @@ SPECS = {
         store=[(r"^mtp\.", "bf16"), (r"experts?\..*_proj\.weight$|^lm_head", "nvfp4"),
                (r"layers\.2\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight$", "nvfp4"),
                (QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8")]),
+    "qwen4_exp": dict(
+        config=qwen4("LLF"), positions=160, ends=[9, 40, 41, 100], fused=r"model\.",
+        store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
+    "qwen4_exp_nvfp4": dict(
+        config={"architectures": ["Qwen4ExpForCausalLM"], "tie_word_embeddings": False,
+                **qwen4_text("LF", head_dim=128, hidden_size=128, num_attention_heads=2, num_experts=6,
+                             num_experts_per_tok=3, norm_topk_prob=False, linear_num_key_heads=1,
+                             linear_num_value_heads=3, linear_conv_kernel_dim=3, hc_count=2, hc_lowrank=64,
+                             indexer_budget=18, indexer_compress_ratio=3, indexer_head_dim=48, indexer_n_heads=12,
+                             ple_layer_ids=[1], ple_embed_dim=96, ngram_size=4, heads_per_ngram=2,
+                             ple_conv_kernel_size=3, ngram_vocab_size_base=200, split_ngram_parts=12, seed=99,
+                             make_ngram_vocab_size_divisible_by=12, shared_expert_intermediate_size=128,
+                             layer_types=["linear_attention", "indexed_attention"],
+                             eos_token_id=[IM_END, EOT])},
+        declare="modelopt_mixed", positions=72, ends=[5, 30], shards=2,
+        store=[(r"\.experts\.\d+\.", "nvfp4"), (r"ngram_embedding", "fp8")]),
     "qwen3_next": dict(config=qwen3_next(), positions=160, mtp=True),
     "qwen3_next_fp8": dict(
         config=qwen3_next(num_hidden_layers=2, full_attention_interval=2, num_experts=6, tie_word_embeddings=True),
@@ -1113,12 +1151,13 @@ def draw(fixture, name, shape, tied, centred):
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
     if len(shape) == 1 or name.endswith(("_bias", "ape")):
         return x.astype(np.float32)
-    if "embed_tokens" in name or name == "embed.weight" or name.endswith((".embeddings.weight",
-                                                                           "word_embeddings.weight")):
+    if "embed_tokens" in name or name == "embed.weight" or name.endswith((
+            ".embeddings.weight", "word_embeddings.weight", "ngram_embedding.weight")):
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
             "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
-            "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3}
+            "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3, "input_mix_weight_down": 8,
+            "input_mix_weight_up": 4, "block_inject_weight": 5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -1291,6 +1330,16 @@ class Checkpoint:
         self.values[name] = exact
         return torch.cat([exact[:, i::len(parts)] for i in range(len(parts))], 1)
 
+    def split_tables(self, parts):
+        """Stores tables of n-grams as releases do: `parts` tensors of consecutive rows, and one scale for all."""
+        for name in [n for n in self.tensors if n.endswith(".ngram_embedding.weight")]:
+            path = name.removesuffix("weight")
+            for i, part in enumerate(self.tensors.pop(name).tensor_split(parts)):
+                self.tensors[f"{path}shard_{i}.weight"] = part
+            if name + "_scale" in self.tensors:
+                self.tensors[name + "_scale"] = self.tensors[name + "_scale"].reshape(1).to(torch.bfloat16)
+                del self.tensors[path + "input_scale"]
+
     def put_fp8(self, name, _, x):
         """One scale per tensor, of four significant bits: E4M3 x scale is then exact in BF16."""
         fraction, exponent = math.frexp(x.abs().max().item() / 448)
@@ -1412,6 +1461,9 @@ def fill(model, config, checkpoint, kept, flat=False):
         module = model.get_submodule(path)
         if path == "lm_head" and checkpoint.tied or name.startswith(("model.vision_model.",
                                                                      "model.multi_modal_projector.")):
+            continue
+        if path.endswith(".ple_embedding"):  # how rows are found
+            checkpoint.tensors[name] = value
             continue
         if path.endswith(".experts") and config["model_type"] == "gpt_oss":  # [experts, in, out]
             new = checkpoint.put(name, value.shape) if leaf.endswith("_bias") else torch.stack([
@@ -1887,6 +1939,7 @@ def assert_layer_types(model, config):
         kinds = config.get("layer_types") or [
             "linear_attention" if (i + 1) % config["full_attention_interval"] else "full_attention"
             for i in range(config["num_hidden_layers"])]
+        kinds = [kind.replace("indexed", "full") for kind in kinds]
         assert kinds == ["full_attention" if hasattr(layer, "self_attn") else "linear_attention"
                          for layer in decoder(model).layers]
 
@@ -2053,6 +2106,38 @@ def watch_pools(layer, x, latent, chosen, gaps):
         seen = {i.item() * size + j for i in best.indices[:k] for j in range(size)} | set(tail)
         same = seen == set(chosen[t].tolist()) - {-1}
         assert same or gap[t] < 1e-5, "transformers chooses other pools"
+
+
+def index_means(layer, x, cos, sin):
+    """What Qwen4-Exp's indexer thinks of each block of keys [n, blocks], by the rules of the releases.  x, cos, sin: as
+    of index()."""
+    n, half, size, width = len(x), cos.shape[-1] // 2, layer.compress_ratio, layer.index_head_dim
+    q, k = layer.index_qk_proj(x).split([layer.index_n_heads * width, width], -1)
+    blocks = n // size
+    k = layer.k_layernorm(k[:blocks * size].reshape(blocks, size, width).mean(1))
+    q = layer.q_layernorm(q.reshape(n, layer.index_n_heads, width))
+
+    def turn(t, at):
+        c, s = (f[at][(slice(None), *(None,) * (t.ndim - 2), slice(0, half))] for f in (cos, sin))
+        a, b = t[..., :half], t[..., half:2 * half]
+        return torch.cat([a * c - b * s, b * c + a * s, t[..., 2 * half:]], -1)
+
+    q, k = turn(q, torch.arange(n)), turn(k, torch.arange(blocks) * size)
+    return torch.einsum("qhd,kd->qhk", q, k).relu().sum(1)
+
+
+def watch_means(layer, x, position, output, gaps):
+    """As the hook of watch_indexers(), for Qwen4-Exp, which says of every key whether it is seen."""
+    k, size, gap = layer.block_topk, layer.compress_ratio, torch.full((len(x),), math.inf)
+    score = index_means(layer, x, *(f[0] for f in position))
+    for t in range(len(x)):
+        complete = (t + 1) // size
+        best = score[t, :complete].sort(descending=True)
+        seen = {b * size + i for b in best.indices[:k].tolist() for i in range(size)} | set(range(complete * size, t + 1))
+        if complete > k:
+            gap[t] = (best.values[k - 1] - best.values[k]) / score[t, :complete].max()
+        same = seen == set(output[0, 0, t].nonzero().flatten().tolist())
+        assert same or gap[t] < 1e-5, "transformers chooses other blocks"
     gaps.append(gap)
 
 
@@ -2065,6 +2150,8 @@ def watch_indexers(layers):
     def hook(layer, args, named, output):
         if hasattr(layer, "index_kpool"):
             return watch_pools(layer, named["hidden_states"][0], named["q_resid"][0], output[0], gaps)
+        if hasattr(layer, "block_topk"):
+            return watch_means(layer, args[0][0], args[1], output, gaps)
         if hasattr(layer, "topk_blocks"):
             return watch_blocks(layer, (*args, output), gaps)
         if hasattr(layer, "scorer"):
@@ -2122,13 +2209,15 @@ def greedy(model, config, ids):
     return ids[-GREEDY_LEN:], min(gaps)
 
 
-def choose_indexed_prompt(model, config, positions, mtp, least):
+def choose_indexed_prompt(model, config, positions, mtp, least, ends):
     """A random prompt in which each decision is clear, with a gap of at least `least`: a token that makes a close one
     is drawn anew.  The tokens that greedy decoding appends cannot be, so a prompt is dropped whose continuation has a
-    close one.  mtp: as in choose_prompt()."""
+    close one.  mtp, ends: as in choose_prompt()."""
     for seed in range(4 * PROMPTS_TRIED):
         rng = np.random.default_rng(seed)
         ids = rng.integers(0, VOCAB, positions).tolist()
+        for at in ends:
+            ids[at] = np.atleast_1d(config["eos_token_id"])[0].item()
         for n in (GREEDY_FROM, positions):
             while True:
                 logits, gaps = run(model, config, ids[:n], whole=False)
@@ -2136,7 +2225,8 @@ def choose_indexed_prompt(model, config, positions, mtp, least):
                     gaps[1:] = gaps[1:].minimum(mtp(ids[:n]))
                 if gaps.min() >= least:
                     break
-                ids[(gaps < least).nonzero()[0].item()] = int(rng.integers(0, VOCAB))
+                first = (gaps < least).nonzero()[0].item()
+                ids[max(i for i in range(first + 1) if i not in ends)] = int(rng.integers(0, VOCAB))
             if n == GREEDY_FROM:
                 tail, margin = greedy(model, config, ids[:n])
                 close = run(model, config, ids[:n] + tail, whole=False)[1].min().item()
@@ -2150,13 +2240,13 @@ def choose_indexed_prompt(model, config, positions, mtp, least):
     raise AssertionError("no prompt is good enough")
 
 
-def choose_prompt(model, config, positions, mtp, least):
+def choose_prompt(model, config, positions, mtp, least, ends):
     """The random prompt whose closest routing decision is the widest, so that rounding flips no expert, and
     whose greedy continuation is neither monotonous nor a near-tie.  In a long prompt some decision is always
     close; there the token that makes it is drawn anew.  mtp: gives the gaps of the MTP layer for a prompt, which
-    then count as well, or None.  least: the gap of choose_indexed_prompt()."""
+    then count as well, or None.  least: the gap of choose_indexed_prompt().  ends: as in SPECS."""
     if any(indexer(layer) for layer in decoder(model).layers):
-        return choose_indexed_prompt(model, config, positions, mtp, least)
+        return choose_indexed_prompt(model, config, positions, mtp, least, ends)
     ranked = []
     for seed in range(PROMPTS_TRIED if positions <= POSITIONS else 6):
         rng = np.random.default_rng(seed)
@@ -2372,6 +2462,7 @@ def make(name):
         checkpoint.fuse(spec["fused"])
     if spec.get("stack"):
         checkpoint.stack(*spec["stack"])
+    checkpoint.split_tables(text.get("split_ngram_parts"))
     return model, checkpoint
 
 
@@ -2398,7 +2489,7 @@ def build(name):
     guess = predict_glm5 if config["model_type"] == "glm5_next" else predict
     mtp = (lambda prompt: guess(model, config, checkpoint, prompt)[1]) if spec.get("mtp_prompt") else None
     ids, logits, gap, tail, margin = choose_prompt(model, text_config(config), spec.get("positions", POSITIONS), mtp,
-                                                   spec.get("gap", INDEX_GAP))
+                                                   spec.get("gap", INDEX_GAP), spec.get("ends", []))
 
     if kept:
         original = config.get("num_experts") or config["n_routed_experts"]
