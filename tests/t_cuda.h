@@ -289,7 +289,7 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_linear        pair_out_linear(r, s)
 #define PAIR_IN_hc_linear      pair_in_step(r, s)
 #define PAIR_OUT_hc_linear     pair_slot(r, "hc_linear", s->il, s->out[0], r->m->n_hc * s->w[0]->n_out, false)
-#define PAIR_IN_streams_norm   (void)0 /* no GPU has these four: see gpu_lacks */
+#define PAIR_IN_streams_norm   (void)0 /* no GPU has these seven: see gpu_lacks */
 #define PAIR_OUT_streams_norm  (void)0
 #define PAIR_IN_streams_read   (void)0
 #define PAIR_OUT_streams_read  (void)0
@@ -297,6 +297,12 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_ngrams        (void)0
 #define PAIR_IN_ngrams_add     (void)0
 #define PAIR_OUT_ngrams_add    (void)0
+#define PAIR_IN_read_blocks    (void)0
+#define PAIR_OUT_read_blocks   (void)0
+#define PAIR_IN_mix_message    (void)0
+#define PAIR_OUT_mix_message   (void)0
+#define PAIR_IN_rel_attention  (void)0
+#define PAIR_OUT_rel_attention (void)0
 #define PAIR_IN_group_linear   pair_in_step(r, s)
 #define PAIR_OUT_group_linear  pair_out_group_linear(r, s->il, s->out[0])
 #define PAIR_IN_qk_norm_rows   pair_in_step(r, s)
