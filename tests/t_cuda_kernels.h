@@ -2359,8 +2359,9 @@ static void run_delta(const struct delta_case &c) {
     struct delta_args a = {};
     a.batch = b;
     const int whole = c.before + c.n_key + c.after;
-    a.shape = {c.n_key, n_value, c.dk,    c.dv,  DELTA_TAPS, c.n_decay(), 0,
-               c.bound, c.kda,   c.tiled, false, c.before,   whole};
+    a.shape.n_key = c.n_key, a.shape.n_value = n_value, a.shape.head_k = c.dk, a.shape.head_v = c.dv;
+    a.shape.n_conv = DELTA_TAPS, a.shape.n_decay = c.n_decay(), a.shape.bound = c.bound;
+    a.shape.sigmoid_gate = c.kda, a.shape.tiled = c.tiled, a.shape.first_key = c.before, a.shape.whole_key = whole;
     a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha, a.beta = beta;
     a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
     a.alpha_stride = (size_t)(n_value * c.n_decay() + PAD), a.beta_stride = (size_t)(n_value + PAD);
