@@ -2359,8 +2359,8 @@ static void run_delta(const struct delta_case &c) {
     struct delta_args a = {};
     a.batch = b;
     const int whole = c.before + c.n_key + c.after;
-    a.shape = {c.n_key, n_value, c.dk,    c.dv,  DELTA_TAPS, c.n_decay(), 0,
-               c.bound, c.kda,   c.tiled, false, c.before,   whole};
+    a.shape = {c.n_key, n_value, c.dk,  c.dv,    DELTA_TAPS, c.n_decay(), 0,
+               c.bound, false,   c.kda, c.tiled, false,      c.before,    whole};
     a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha, a.beta = beta;
     a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
     a.alpha_stride = (size_t)(n_value * c.n_decay() + PAD), a.beta_stride = (size_t)(n_value + PAD);
