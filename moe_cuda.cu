@@ -3640,7 +3640,7 @@ struct attn_args {
     int top_k;             /* that a token sees at most; 0: all */
     const int32_t *chosen; /* (n_tok, n_head_kv, n_topk) blocks of 2^block_shift keys, of tokens with more than top_k */
     int n_topk, block_shift;
-    int pools; /* 1: a block's keys are a pool's, and the unfinished pool counts besides those that are chosen; else 0 */
+    int block_mask, block_end; /* 2^block_shift - 1; BLOCK_END or POOL_END */
     /* attention of one KV head: v has the compressed keys; the last rope.rope values of a result are rotated back by
      * rope.cs and rope.sn */
     bool one_kv;
@@ -3780,10 +3780,11 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     return w->split < w->n_split && first_row < end_row;
 }
 
-/* Returns how many keys the token at `pos` sees where keys are chosen: its own block ends with it, or its own pool has
- * the keys after the last complete one. */
-DEVICE int attn_seen(const struct attn_args &a, int pos) {
-    return min(pos + 1, a.top_k - (~(pos + a.pools) & ((1 << a.block_shift) - 1)));
+/* Returns how many keys the token at `pos` sees where keys are chosen. end: BLOCK_END, its own block ends with it;
+ * POOL_END, the unfinished pool, which follows the chosen ones, has the keys after the last complete pool. */
+enum { BLOCK_END = -1, POOL_END = -2 };
+DEVICE int attn_seen(const struct attn_args &a, int pos, int end) {
+    return min(pos + 1, a.top_k - ((end - pos) & a.block_mask));
 }
 
 /* The same for attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
@@ -3800,16 +3801,16 @@ DEVICE int attn_keys(const struct attn_args &a, int t, int n_tok) {
     const int pos = run_base(a.batch.run(t));
     int compressed;
     if (ONE_KV && a.one_kv) return attn_csa_keys(a, pos + t, &compressed);
-    if (a.top_k) return attn_seen(a, pos + t);
+    if (a.top_k) return attn_seen(a, pos + t, a.block_end);
     if (a.batch.several) return pos + t + 1;
     const int longer = attn_longer(a, pos, n_tok);
     return pos + (t < longer ? longer : n_tok);
 }
 
 /* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head.
- * ONE_KV: the list is that of attn_csa_keys.
+ * ONE_KV: the list is that of attn_csa_keys. END: see attn_seen.
  * Grid: (splits, n_tok * row tiles of a token and KV head * KV heads). */
-template <bool ONE_KV>
+template <bool ONE_KV, int END>
 DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -3819,7 +3820,7 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     attn_run_of(w, a, a.batch.run(min(t, n_tok - 1)));
     const int pos = w->pos;
     int compressed = 0;
-    const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
+    const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t, END);
     const int per_split = attn_split_keys(a, keys);
     w->group_heads = group_heads;
     w->kvh = kvh;
@@ -4257,7 +4258,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = CHOSEN ? attn_begin_topk<false>(&w, a, 16) : attn_begin<true>(&w, a, 16);
+    const bool work = CHOSEN ? attn_begin_topk<false, BLOCK_END>(&w, a, 16) : attn_begin<true>(&w, a, 16);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -4409,8 +4410,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * ============================================================================================================ */
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
- * [latent | rotated], values are the latents. ROPE 0: keys are values, and a list of chosen keys has pools. ONE_KV:
- * attention of one KV head, with ROPE 0.
+ * [latent | rotated], values are the latents. ROPE 0: keys are values, and a list of chosen keys has pools.
+ * KEYS_ONE_KV: attention of one KV head, with ROPE 0.
  * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 or 64 keys. Scores: a warp takes half of the
  * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
  * weights itself and multiplies them by its own 1/8 of the value columns.
@@ -4429,14 +4430,15 @@ struct attn_mla {
     static constexpr bool Q_STAGED = (LAT + ROPE) % 64 == 0 && Q_SLOTS < DEPTH;
     static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
-template <int LAT, int ROPE, int FP8, int MT, bool CHOSEN, bool ONE_KV = false>
+enum { KEYS_ALL, KEYS_CHOSEN, KEYS_ONE_KV }; /* KEYS_OF: those of a split, a list's, a window and compressed ones */
+template <int LAT, int ROPE, int FP8, int MT, int KEYS_OF>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     using L = attn_mla<LAT, ROPE, FP8, MT>;
     constexpr int KEYS = L::KEYS, DEPTH = L::DEPTH, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
     /* A chunk is what 4 lanes load at once: 4 RUN latents, or 4 RRUN values of the rotated part. A warp takes HALF of
      * the CHUNKS and RHALF of the RCHUNKS, which are STEPS and RSTEPS k16-steps. ES: bytes of a latent. */
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
-    constexpr bool POOLS = ROPE == 0;
+    constexpr bool CHOSEN = KEYS_OF == KEYS_CHOSEN, ONE_KV = KEYS_OF == KEYS_ONE_KV, POOLS = ROPE == 0;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
     constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
     constexpr int SLICES = LAT / 32, PER_WARP = (SLICES + 7) / 8; /* slices of 32 value columns; so many per warp */
@@ -4444,7 +4446,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
+    const bool work = CHOSEN || ONE_KV                         ? attn_begin_topk < ONE_KV,
+               POOLS ? POOL_END : BLOCK_END > (&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -4994,9 +4997,9 @@ template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
     const int rows = a->top_k || a->batch.several ? a->n_head : a->n_head * a->n_tok; /* that share keys */
     attn_kernel_fn *const two =
-        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, true> : attn_mla_kernel<LAT, ROPE, FP8, 2, false>;
+        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_CHOSEN> : attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_ALL>;
     attn_kernel_fn *const one =
-        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 1, true> : attn_mla_kernel<LAT, ROPE, FP8, 1, false>;
+        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_CHOSEN> : attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_ALL>;
     /* Two row tiles share one reading and conversion of the cache. */
     if ((prefill && !a->top_k) || rows > 16) attn_run(a, two, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
     else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
@@ -5006,11 +5009,11 @@ template <int D, int FP8>
 static void attn_run_csa(const struct attn_args *a, int, cudaStream_t s) {
     if constexpr (D > 64) {
         if (a->n_head > 16 && a->n_tok > 2) {
-            attn_run(a, attn_mla_kernel<D, 0, FP8, 2, false, true>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
+            attn_run(a, attn_mla_kernel<D, 0, FP8, 2, KEYS_ONE_KV>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
             return;
         }
     }
-    attn_run(a, attn_mla_kernel<D, 0, FP8, 1, false, true>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
+    attn_run(a, attn_mla_kernel<D, 0, FP8, 1, KEYS_ONE_KV>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
 }
 
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
@@ -8091,10 +8094,11 @@ static void choose_keys(const struct rank *r, const struct attn &shape, struct a
     const int most = attn_topk_most(&shape);
     if (!shape.top_k || (r->n_tok > DECODE_MAX_TOKENS && r->pos + r->n_tok <= most)) return;
     a->top_k = most;
-    a->pools = attn_pools(&shape);
     a->chosen = r->cuda->topk_blocks;
     a->n_topk = attn_topk_blocks(&shape);
     while (1 << a->block_shift < shape.index_block) a->block_shift++;
+    a->block_mask = shape.index_block - 1;
+    a->block_end = attn_pools(&shape) ? POOL_END : BLOCK_END;
 }
 
 /* The heads' results in slot x times their gates. */

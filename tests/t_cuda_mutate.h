@@ -527,7 +527,7 @@ static void change_choice(const char *launch, void *args, void (*f)(struct index
 }
 static void change_seen_pools(const char *launch, void *args, void (*f)(struct attn_args &a)) {
     change_attention(launch, args, [&](auto &a) {
-        if (a.pools) f(a);
+        if (a.block_end == POOL_END) f(a);
     });
 }
 static void pools_without_offsets(const char *launch, void *args) {
@@ -568,10 +568,10 @@ static void pools_chosen_early(const char *launch, void *args) {
     change_choice(launch, args, [](auto &a) { a.shift--; });
 }
 static void unfinished_not_seen(const char *launch, void *args) {
-    change_seen_pools(launch, args, [](auto &a) { a.top_k -= (1 << a.block_shift) - 1; });
+    change_seen_pools(launch, args, [](auto &a) { a.top_k -= a.block_mask; });
 }
-static void pools_as_blocks(const char *launch, void *args) {
-    change_seen_pools(launch, args, [](auto &a) { a.pools = 0; });
+static void unfinished_seen_whole(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.block_mask = 0; });
 }
 static void half_pools(const char *launch, void *args) {
     change_seen_pools(launch, args, [](auto &a) { a.block_shift--; });
@@ -710,7 +710,7 @@ static const struct {
                 {"pools", "a pool fewer is chosen", one_pool_fewer},
                 {"pools", "pools are chosen before they end", pools_chosen_early},
                 {"pools", "the unfinished pool is not seen", unfinished_not_seen},
-                {"pools", "the unfinished pool counts among the chosen", pools_as_blocks},
+                {"pools", "the unfinished pool is seen as a whole", unfinished_seen_whole},
                 {"pools", "half of a pool is seen", half_pools},
                 {"pools", "tokens have the choice of the next", pools_of_next_token},
                 {"pools", "a head of the indexer is missing", head_dropped},
