@@ -1353,7 +1353,6 @@ struct layer {
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
-    bool one_stream;     /* there are no hyper-connections around it (an MTP layer that gets the mean of the streams) */
     bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
     bool ngrams;         /* rows of the table of n-grams are added to the streams before the layer */
     uint64_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
@@ -2052,8 +2051,14 @@ struct family {
     void (*cache)(const struct model *m, const struct layer *layer, struct cache_tensor *out);
 };
 
-/* Residual streams that a layer reads and writes; 0: one, A_X. */
-static inline int layer_streams(const struct model *m, const struct layer *l) { return l->one_stream ? 0 : m->n_hc; }
+/* Residual streams that a layer reads and writes; 0: one, A_X. MTP layers that get the rows after the final norm have no
+ * hyper-connections around them. */
+static inline int layer_streams(const struct model *m, const struct layer *l) {
+    return l->mtp && !m->family->mtp_before_norm ? 0 : m->n_hc;
+}
+
+/* Streams of the hidden states that MTP layers get. */
+static inline int mtp_streams(const struct model *m) { return m->n_hc && m->family->mtp_before_norm ? m->n_hc : 1; }
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
 static inline uint64_t layer_conditions(const struct model *m, const struct layer *l) {
@@ -2130,7 +2135,7 @@ static inline size_t attn_topk_all(const struct attn *a) {
     return (size_t)attn_topk_lists(a) * (size_t)attn_topk_blocks(a);
 }
 
-/* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a hidden state. */
+/* Values of a row of the residual, in all streams: what a pipeline stage hands to the next. */
 static inline int hidden_width(const struct model *m) {
     return (m->n_hc ? m->n_hc : m->n_res ? m->n_res : 1) * m->n_embd;
 }
@@ -2755,7 +2760,7 @@ struct rank {
      * those that do; width 0: none */
     struct cache_tensor (*caches)[CACHE_USES];
     struct cache_tensor (*cache)[CACHE_USES]; /* (model_blocks) those of the timeline of run 0, or of run_view's run */
-    /* (n_mtp_hidden + timelines_all n_mtp_own, hidden_width) the backend's rings of hidden states: the latest positions'
+    /* (n_mtp_hidden + timelines_all n_mtp_own, mtp_streams n_embd) the backend's rings of hidden states: the latest positions'
      * rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there are streams), and after
      * the timeline what MTP layers give in their place. Row p % n_mtp_hidden is that of position p of the only timeline.
      * Where there are several, the first ring has the rows of the latest prefill forward, and those of all timelines
@@ -3038,6 +3043,7 @@ static inline struct cache_tensor compressed_cache(enum kv_type type, const stru
 static inline void index_compressed_cache(enum kv_type type, const struct attn *a,
                                           struct cache_tensor out[CACHE_USES]) {
     out[CACHE_INDEX] = compressed_cache(type, a, a->index_k, a->index_k);
+    out[CACHE_INDEX].pow2 = true; /* as all keys that one function makes, see csa_cache */
     out[CACHE_INDEX_WINDOW] = compressor_ring(a, a->index_k);
 }
 
@@ -3080,8 +3086,7 @@ static inline void csa_cache(const struct layer *layer, enum kv_type type, int n
         out[CACHE_WINDOW] = compressor_ring(a, a->head_k);
     }
     if (a->n_index) index_compressed_cache(type, a, out);
-    out[CACHE_K].pow2 = out[CACHE_COMPRESSED].pow2 = out[CACHE_INDEX].pow2 =
-        true; /* keys are rounded so: see round_key */
+    out[CACHE_K].pow2 = out[CACHE_COMPRESSED].pow2 = true; /* keys are rounded so: see round_key */
 }
 
 /* The cache tensors of grouped-query attention. */
@@ -3332,8 +3337,8 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_IQ] = m->max.n_index * m->max.index_k;
     width[A_IK] = m->max.index_k;
     width[A_IW] = m->max.n_index;
-    width[A_EH] = (m->n_hc ? m->n_hc : 1) * m->max.eh;
-    width[A_JOINED] = m->n_mtp ? m->n_hc * m->n_embd : 0;
+    width[A_EH] = mtp_streams(m) * m->max.eh;
+    width[A_JOINED] = m->n_mtp && m->family->mtp_before_norm ? m->n_hc * m->n_embd : 0;
     width[A_HC] = (m->n_hc + m->n_res) * m->n_embd;
     width[A_MIX] = m->hc_low ? m->n_hc : m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : blocks_mix_width(m);
     width[A_HK] = width[A_HV] = m->n_res ? m->n_embd : 0;
@@ -3551,7 +3556,7 @@ struct gpu_dims {
     size_t n4, pairs4;      /* n and pairs where activations of experts are in FP4, otherwise 0 */
     size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
     size_t tiles;           /* of the list of a grouped GEMM */
-    size_t hidden;          /* hidden_width */
+    size_t hidden;          /* values of a hidden state that MTP layers get */
     size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
     size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
     size_t ropes, rope;     /* rotations; values that one rotates at most */
@@ -3584,8 +3589,6 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    for (int il = 0; il < model_blocks(m); il++)
-        if (attn_pools(&m->layers[il].attn)) return "indexers of pools of keys";
     if (m->hc_low) return "hyper-connections of a low rank, tables of n-grams and indexers of means";
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res) return "blocks of layers as the residual, and attention with a bias by distance,";
@@ -3611,7 +3614,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.jobs = d.decode * d.used < d.experts ? d.decode * d.used : d.experts;
     d.tiles = d.pairs / LIST_TILE + d.experts + 1;
     d.embd = (size_t)m->n_embd;
-    d.hidden = (size_t)hidden_width(m);
+    d.hidden = (size_t)mtp_streams(m) * (size_t)m->n_embd;
     d.ff = (size_t)m->max.n_ff_expert;
     d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
     d.shared_weight = m->max.sh_weight ? d.decode : 0;
@@ -5017,7 +5020,6 @@ static void read_glm5_next(struct loader *l) {
 
 /* A layer of GLM-5.3-Flash, with Kimi delta attention or latent attention over chosen keys. */
 static void layer_glm5_next(struct loader *l, struct layer *layer, int il) {
-    layer->one_stream = il >= l->m->n_layer;
     if (l->recurrent[il]) layer_kda(l, layer, il);
     else layer_sparse(l, layer, il);
     layer_clamps(l, layer, il, glu_clamp_silu);
@@ -10569,7 +10571,7 @@ static void cpu_linear(struct rank *r, const struct step *s) {
 static float *mtp_hidden_row(const struct rank *r, int pos, bool own) {
     const int row =
         own ? r->n_mtp_hidden + r->run->timeline * r->n_mtp_own + pos % r->n_mtp_own : pos % r->n_mtp_hidden;
-    return r->mtp_hidden + (size_t)row * (size_t)hidden_width(r->m);
+    return r->mtp_hidden + (size_t)row * (size_t)(mtp_streams(r->m) * r->m->n_embd);
 }
 
 static void run_keep_hidden(struct rank *r, const struct step *s) {
@@ -10592,7 +10594,7 @@ static void run_mtp_input(struct rank *r, const struct step *s) {
     const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
               split = int_max(from, int_min(to, n));
-    const int n_hc = int_max(1, layer_streams(r->m, layer));
+    const int n_hc = mtp_streams(r->m);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *hidden = mtp_hidden_row(r, r->pos + t, r->n_mtp_own && r->n_tok <= DECODE_MAX_TOKENS);
         float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
@@ -11245,9 +11247,8 @@ static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
 
 /* The tokens of the batch before the first that does not see all keys. */
 static int tokens_dense(const struct rank *r, const struct attn *a) {
-    const int per_key = a->index_means ? a->index_block : a->compress_ratio; /* tokens of a key of the indexer */
-    const int64_t compressed = ((int64_t)attn_topk_chosen(a) + 1) * per_key - 1;
-    const int64_t first = (per_key ? compressed : a->top_k) - r->pos;
+    const int64_t compressed = ((int64_t)a->top_k + 1) * a->compress_ratio - 1;
+    const int64_t first = (a->compress_ratio && !index_by_block(a) ? compressed : attn_topk_most(a)) - r->pos;
     return a->top_k ? (int)(first < 0 ? 0 : first > r->n_tok ? r->n_tok : first) : r->n_tok;
 }
 
@@ -13958,7 +13959,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->n_mtp_hidden = m->n_mtp ? r->chunk + MTP_HIDDEN_MORE : 0;
     r->n_mtp_own = m->n_mtp && timelines.n > 1 ? MTP_HIDDEN_OWN : 0;
     const size_t hidden_rows = (size_t)(r->n_mtp_hidden + timelines_all(&timelines) * r->n_mtp_own);
-    r->mtp_hidden = cpu_own(r, hidden_rows * (size_t)hidden_width(m), sizeof(float));
+    r->mtp_hidden = cpu_own(r, hidden_rows * (size_t)(mtp_streams(m) * m->n_embd), sizeof(float));
     for (int i = 0; i < m->n_rope; i++) {
         r->cpu->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
         r->cpu->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
@@ -29417,9 +29418,8 @@ static void launches_of(struct launches *k, const struct step *s) {
     }
     case OP_select_keys:
         if (l->mixer != MIXER_CSA)
-            launch_add(k, DECODE_INDEX_STORE,
-                       recent + READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm, &l->index_compressor.ape),
-                       0);
+            launch_add(k, DECODE_INDEX_STORE, READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm), 0);
+        if (attn_pools(&l->attn)) launch_add(k, DECODE_CSA_STORE, recent + READS(&l->index_compressor.ape), 0);
         launch_add(k, DECODE_INDEX_SCORES, index, 0);
         launch_add(k, l->mixer == MIXER_MLA ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
         break;
@@ -29462,6 +29462,7 @@ static void launches_of(struct launches *k, const struct step *s) {
     case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
         launch_add_input(k, s, false, ends ? (double)plan_head_hc(m) : 0);
+        if (ends && s->hc && !s->hc->fn) launch_add(k, DECODE_HC_NORM, 0, 0);
         if (!ends) launch_add(k, DECODE_SEND, 0, 0);
         break;
     }

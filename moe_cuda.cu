@@ -1234,6 +1234,7 @@ struct hc_args {
     float *sums;               /* (n_tok, blocks, HC_SUMS): products with the rows, 0, .., squares at HC_ROWS */
     int n_row, n, n_tok, n_sinkhorn;
     float eps, hc_eps;
+    bool mean;           /* the streams are read by their mean, and n_row is 0 */
     const float *weight; /* (n) of the norm; NULL: the streams' sum is stored without one, to x */
     uint16_t *h16;       /* (n_tok, n) the norm, */
     float *h32;          /* in F32, too */
@@ -1352,7 +1353,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_consta
         s = fmaf(s * rsqrtf(square / (float)(GPU_HC * n) + a.eps), scale, base);
         if (lane < GPU_HC) s = 1.0f / (1.0f + expf(-s)) + a.hc_eps;
         else if (lane < 2 * GPU_HC) s = 2.0f / (1.0f + expf(-s));
-        row[lane] = s;
+        row[lane] = a.mean ? 1.0f / GPU_HC : s;
         __syncwarp(); /* the row is written */
         if (a.n_row == HC_ROWS) {
             float m[GPU_HC * GPU_HC];
@@ -1394,9 +1395,10 @@ static void hc_launch(const struct hc_args *a, cudaStream_t s) {
     const unsigned blocks = (unsigned)((a->n + HC_COLUMNS - 1) / HC_COLUMNS);
     const unsigned rows = (unsigned)((a->n_tok + HC_TOKENS - 1) / HC_TOKENS);
     LAUNCH_PDL(k_hc_mix, dim3(blocks, rows), HC_COLUMNS, 0, s, *a);
-    if (!a->n_row) return;
-    if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_hc_norm<4>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
-    else LAUNCH_PDL(k_hc_norm<8>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
+    if (!a->n_row && !a->mean) return;
+    const int parts = a->mean ? 0 : (int)blocks;
+    if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_hc_norm<4>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, parts);
+    else LAUNCH_PDL(k_hc_norm<8>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, parts);
 }
 
 /* ============================================================================================================
@@ -3638,6 +3640,7 @@ struct attn_args {
     int top_k;             /* that a token sees at most; 0: all */
     const int32_t *chosen; /* (n_tok, n_head_kv, n_topk) blocks of 2^block_shift keys, of tokens with more than top_k */
     int n_topk, block_shift;
+    int block_mask, block_end; /* 2^block_shift - 1; BLOCK_END or POOL_END */
     /* attention of one KV head: v has the compressed keys; the last rope.rope values of a result are rotated back by
      * rope.cs and rope.sn */
     bool one_kv;
@@ -3777,9 +3780,11 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     return w->split < w->n_split && first_row < end_row;
 }
 
-/* Returns how many keys the token at `pos` sees where keys are chosen: its own block ends with it. */
-DEVICE int attn_seen(const struct attn_args &a, int pos) {
-    return min(pos + 1, a.top_k - (~pos & ((1 << a.block_shift) - 1)));
+/* Returns how many keys the token at `pos` sees where keys are chosen. end: BLOCK_END, its own block ends with it;
+ * POOL_END, the unfinished pool, which follows the chosen ones, has the keys after the last complete pool. */
+enum { BLOCK_END = -1, POOL_END = -2 };
+DEVICE int attn_seen(const struct attn_args &a, int pos, int end) {
+    return min(pos + 1, a.top_k - ((end - pos) & a.block_mask));
 }
 
 /* The same for attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
@@ -3796,16 +3801,16 @@ DEVICE int attn_keys(const struct attn_args &a, int t, int n_tok) {
     const int pos = run_base(a.batch.run(t));
     int compressed;
     if (ONE_KV && a.one_kv) return attn_csa_keys(a, pos + t, &compressed);
-    if (a.top_k) return attn_seen(a, pos + t);
+    if (a.top_k) return attn_seen(a, pos + t, a.block_end);
     if (a.batch.several) return pos + t + 1;
     const int longer = attn_longer(a, pos, n_tok);
     return pos + (t < longer ? longer : n_tok);
 }
 
 /* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head.
- * ONE_KV: the list is that of attn_csa_keys.
+ * ONE_KV: the list is that of attn_csa_keys. END: see attn_seen.
  * Grid: (splits, n_tok * row tiles of a token and KV head * KV heads). */
-template <bool ONE_KV>
+template <bool ONE_KV, int END>
 DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -3815,7 +3820,7 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     attn_run_of(w, a, a.batch.run(min(t, n_tok - 1)));
     const int pos = w->pos;
     int compressed = 0;
-    const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
+    const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t, END);
     const int per_split = attn_split_keys(a, keys);
     w->group_heads = group_heads;
     w->kvh = kvh;
@@ -3945,8 +3950,15 @@ DEVICE void kv_copy(uint8_t *to, const struct cache_tensor &p, int first, int ke
             cp_async16(to + kv_at<ROW>(row, at), from, (uint32_t)(key + row - low) < (uint32_t)(len - low));
 }
 
-/* The same for chosen keys, blocks of one. */
-template <int ROW, int N, int LANES>
+/* Returns the position of key `key` of a list, in blocks of one or (POOLS) of 2^w.shift. */
+template <bool POOLS>
+DEVICE int attn_chosen(const struct attn_work &w, int key) {
+    if (!POOLS) return w.chosen[key];
+    return w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1));
+}
+
+/* The same for chosen keys, blocks of one or (POOLS) of 2^w.shift. */
+template <int ROW, int N, int LANES, bool POOLS>
 DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct attn_work &w, int key, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
@@ -3954,7 +3966,7 @@ DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct at
     for (int i = 0; i < PASSES; i++, row += STEP)
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
             const bool in = key + row < w.end;
-            const int from = w.k.at(in && w.chosen ? w.chosen[key + row] : key + row);
+            const int from = w.k.at(in && w.chosen ? attn_chosen<POOLS>(w, key + row) : key + row);
             cp_async16(to + kv_at<ROW>(row, at), p.data + (size_t)from * p.row_bytes + at, in);
         }
 }
@@ -4246,7 +4258,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = CHOSEN ? attn_begin_topk<false>(&w, a, 16) : attn_begin<true>(&w, a, 16);
+    const bool work = CHOSEN ? attn_begin_topk<false, BLOCK_END>(&w, a, 16) : attn_begin<true>(&w, a, 16);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -4398,7 +4410,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * ============================================================================================================ */
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
- * [latent | rotated], values are the latents. ROPE 0: attention of one KV head, whose keys are its values.
+ * [latent | rotated], values are the latents. ROPE 0: keys are values, and a list of chosen keys has pools.
+ * KEYS_ONE_KV: attention of one KV head, with ROPE 0.
  * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 or 64 keys. Scores: a warp takes half of the
  * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
  * weights itself and multiplies them by its own 1/8 of the value columns.
@@ -4417,14 +4430,15 @@ struct attn_mla {
     static constexpr bool Q_STAGED = (LAT + ROPE) % 64 == 0 && Q_SLOTS < DEPTH;
     static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
-template <int LAT, int ROPE, int FP8, int MT, bool CHOSEN>
+enum { KEYS_ALL, KEYS_CHOSEN, KEYS_ONE_KV }; /* KEYS_OF: those of a split, a list's, a window and compressed ones */
+template <int LAT, int ROPE, int FP8, int MT, int KEYS_OF>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     using L = attn_mla<LAT, ROPE, FP8, MT>;
     constexpr int KEYS = L::KEYS, DEPTH = L::DEPTH, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
     /* A chunk is what 4 lanes load at once: 4 RUN latents, or 4 RRUN values of the rotated part. A warp takes HALF of
      * the CHUNKS and RHALF of the RCHUNKS, which are STEPS and RSTEPS k16-steps. ES: bytes of a latent. */
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
-    constexpr bool ONE_KV = ROPE == 0;
+    constexpr bool CHOSEN = KEYS_OF == KEYS_CHOSEN, ONE_KV = KEYS_OF == KEYS_ONE_KV, POOLS = ROPE == 0;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
     constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
     constexpr int SLICES = LAT / 32, PER_WARP = (SLICES + 7) / 8; /* slices of 32 value columns; so many per warp */
@@ -4432,7 +4446,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
+    const bool work = CHOSEN || ONE_KV                         ? attn_begin_topk < ONE_KV,
+               POOLS ? POOL_END : BLOCK_END > (&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -4445,11 +4460,12 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         if constexpr (ONE_KV) {
             if (i < n) kv_gather_csa<ROW, KEYS, 256>(to, a, w, key, tid);
         } else if (i < n && CHOSEN) {
-            kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
-            kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
+            kv_gather<ROW, KEYS, 256, POOLS>(to, a.k, w, key, tid);
+            if constexpr (ROPE > 0) kv_gather<L::ROPE_ROW, KEYS, 256, POOLS>(to + KEYS * ROW, a.v, w, key, tid);
         } else if (i < n) {
             kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, attn_back<false>(w, key), 0, w.end, tid);
-            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, attn_back<false>(w, key), 0, w.end, tid);
+            if constexpr (ROPE > 0)
+                kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, attn_back<false>(w, key), 0, w.end, tid);
         }
         cp_async_commit();
     };
@@ -4462,7 +4478,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             return p->scale[(size_t)key * p->n_scale + tid % GROUPS];
         }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
-            return kv_scale(a.k, w.k.at(w.chosen[key]), 0, tid % GROUPS, 0, INT_MAX);
+            return kv_scale(a.k, w.k.at(attn_chosen<POOLS>(w, key)), 0, tid % GROUPS, 0, INT_MAX);
         const int first = w.begin + i * KEYS, back = CHOSEN ? first - w.k.at(first) : attn_back<false>(w, first);
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, back, tid % GROUPS, 0, w.end) : 0.0f;
     };
@@ -4981,9 +4997,9 @@ template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
     const int rows = a->top_k || a->batch.several ? a->n_head : a->n_head * a->n_tok; /* that share keys */
     attn_kernel_fn *const two =
-        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, true> : attn_mla_kernel<LAT, ROPE, FP8, 2, false>;
+        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_CHOSEN> : attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_ALL>;
     attn_kernel_fn *const one =
-        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 1, true> : attn_mla_kernel<LAT, ROPE, FP8, 1, false>;
+        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_CHOSEN> : attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_ALL>;
     /* Two row tiles share one reading and conversion of the cache. */
     if ((prefill && !a->top_k) || rows > 16) attn_run(a, two, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
     else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
@@ -4993,11 +5009,11 @@ template <int D, int FP8>
 static void attn_run_csa(const struct attn_args *a, int, cudaStream_t s) {
     if constexpr (D > 64) {
         if (a->n_head > 16 && a->n_tok > 2) {
-            attn_run(a, attn_mla_kernel<D, 0, FP8, 2, false>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
+            attn_run(a, attn_mla_kernel<D, 0, FP8, 2, KEYS_ONE_KV>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
             return;
         }
     }
-    attn_run(a, attn_mla_kernel<D, 0, FP8, 1, false>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
+    attn_run(a, attn_mla_kernel<D, 0, FP8, 1, KEYS_ONE_KV>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
 }
 
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
@@ -5016,6 +5032,9 @@ static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
         {ATTN_GQA, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
         {ATTN_GQA, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
         {ATTN_MLA, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
+        {ATTN_MLA, 512, 512, {attn_run_mla<512, 0, 0>, attn_run_mla<512, 0, 1>}},
+        {ATTN_MLA, 128, 128, {attn_run_mla<128, 0, 0>, attn_run_mla<128, 0, 1>}},
+        {ATTN_MLA, 64, 64, {attn_run_mla<64, 0, 0>, attn_run_mla<64, 0, 1>}},
         {ATTN_MLA, 256 + 64, 256, {attn_run_mla<256, 64, 0>, attn_run_mla<256, 64, 1>}},
         {ATTN_MLA, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
         {ATTN_MLA, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
@@ -5269,10 +5288,11 @@ struct index_args {
     size_t w_stride;
     float score_scale; /* and a factor of the scores */
     float *scores;     /* (n_tok, n_list, n_scores) of keys, or of parts of blocks */
-    int32_t *chosen;   /* (n_tok, n_list, n_topk) ascending blocks */
+    int32_t *chosen;   /* (n_tok, n_list, n_topk) ascending blocks; with pools the last is the unfinished one */
+    float *pooled; /* (n_tok, width) gets the normed keys, which pools are made of, k_stride apart; NULL: the cache */
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
     int block_tokens; /* tokens of a block of k_index_scores or k_index_blocks, of one run */
-    int top_k, n_list, n_topk, n_scores;
+    int top_k, n_list, n_topk, n_chosen, n_scores; /* n_chosen: of n_topk those that scores choose */
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
     int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
 };
@@ -5312,6 +5332,11 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         key = row;
     }
     rope_head<PER>(p, key, a.bias ? NULL : p.k_norm, n, t, x);
+    if (a.pooled) {
+        UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < n) a.pooled[(size_t)t * p.k_stride + lane + 32 * j] =
+            x[j];
+        return;
+    }
     const struct run &u = p.batch.run(t);
     cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, run_base(u) + t), 0, 0, n, x);
 }
@@ -5502,6 +5527,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
     const int tok = a.first + (int)blockIdx.x / a.n_list, seen = (run_base(a.rope.batch.run(tok)) + tok + 1) >> a.shift;
     const int n = BLOCKS ? (seen + a.block - 1) / a.block : seen; /* blocks that the token sees */
     if (seen <= a.top_k) return;
+    if (!tid && a.n_chosen < a.n_topk) a.chosen[(size_t)blockIdx.x * a.n_topk + a.n_chosen] = n;
     const float *score = a.scores + (size_t)blockIdx.x * a.n_scores;
     auto order = [&](int i) {
         float x = score[i * parts];
@@ -5517,7 +5543,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
                                return x;
     };
     uint32_t prefix = 0, mask = 0;
-    int wanted = a.n_topk;                                            /* of those with the prefix */
+    int wanted = a.n_chosen;                                          /* of those with the prefix */
     for (int shift = 21; mask != ~0u; shift = shift == 21 ? 10 : 0) { /* digits of 11 bits, the last two overlap */
         for (int i = tid; i < CHOOSE_BINS; i += CHOOSE_THREADS) bins[i] = 0;
         __syncthreads(); /* the bins are empty */
@@ -5608,7 +5634,7 @@ struct compress_args {
     const float *value, *gate; /* (n_tok, ring.width / 2), tokens stride floats apart */
     size_t stride;
     const float *ape;  /* (compress_ratio, ring.width / 2) */
-    const float *norm; /* (d) */
+    const float *norm; /* (d); NULL: keys are not normed */
     int d;             /* values of a key, at most SHARED_HEAD */
     bool index;        /* it makes keys of the indexer */
 };
@@ -5765,7 +5791,7 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
     if (tid >= WARP) return;
     float x[CSA_PER];
     auto angle = [&](int i, float *cs, float *sn) { *cs = turn[i].x, *sn = turn[i].y; };
-    rope_last<CSA_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
+    rope_last<CSA_PER>(row, c.norm != NULL, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
     if (a.qat && c.index) round_index(x, c.d);
     else if (a.qat) round_key(x, c.d - a.rope.rope);
     csa_key_store(c.keys, run_row(u, c.keys, key), c.d, x);
@@ -5809,11 +5835,11 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     }
 }
 
-/* Launches it. */
-static void csa_store(const struct csa_args *args, cudaStream_t s) {
+/* Launches it. with_heads: with queries and keys, otherwise with the keys of compressors alone. */
+static void csa_store(const struct csa_args *args, bool with_heads, cudaStream_t s) {
     struct csa_args a = *args;
     const bool decode = a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
-    a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
+    a.head_blocks = with_heads ? (a.rope.n_head + a.n_index + 1 + 7) / 8 : 0;
     if (a.n_with) a.key_blocks = a.rope.batch.several ? a.n_tok : a.n_tok / a.compress_ratio + 1;
     const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
     LAUNCH_PDL(k_csa_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
@@ -7537,9 +7563,10 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     r->n_all_reduce = 0;
     struct rope_tables ropes = {};
     for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
-    float *x = c->x32[r->m->n_hc ? A_HC : out];
+    const int streams = r->pass == PASS_FORWARD ? r->m->n_hc : layer_streams(r->m, &r->m->layers[r->m->n_layer]);
+    float *x = c->x32[streams ? A_HC : out];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
-               batch_of(r), x, max(r->m->n_hc, 1), ropes);
+               batch_of(r), x, max(streams, 1), ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const int n = hidden_width(r->m);
@@ -7686,7 +7713,8 @@ static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hy
     a.n_sinkhorn = m->n_sinkhorn;
     a.eps = m->rms_eps;
     a.hc_eps = m->hc_eps;
-    if (hc) {
+    a.mean = hc && !hc->fn;
+    if (hc && hc->fn) {
         a.fn = hc->fn;
         a.base = hc->base;
         a.scale = hc->scale;
@@ -7708,7 +7736,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
     const enum act x = s->x;
-    if (r->m->n_hc) {
+    if (s->hc) {
         hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
     } else {
         all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
@@ -7723,11 +7751,11 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
 
 /* The first ring of hidden states, and those of the timelines. */
 static struct mtp_ring mtp_first_ring(const struct rank *r) {
-    return {r->mtp_hidden, r->n_mtp_hidden, max(r->m->n_hc, 1), r->m->n_embd, 0, batch_of(r)};
+    return {r->mtp_hidden, r->n_mtp_hidden, mtp_streams(r->m), r->m->n_embd, 0, batch_of(r)};
 }
 static struct mtp_ring mtp_own_rings(const struct rank *r) {
     struct mtp_ring ring = mtp_first_ring(r);
-    ring.at += (size_t)r->n_mtp_hidden * (size_t)hidden_width(r->m);
+    ring.at += (size_t)r->n_mtp_hidden * (size_t)(ring.n_hc * ring.n);
     ring.n_row = ring.timeline_rows = r->n_mtp_own;
     return ring;
 }
@@ -7747,16 +7775,16 @@ static void cuda_keep_hidden(struct rank *r, const struct step *s) {
     a.ring = mtp_ring_of(r);
     a.also = mtp_own_rings(r);
     a.also_from = r->n_mtp_own && r->n_tok > DECODE_MAX_TOKENS ? r->n_tok - r->n_mtp_own : r->n_tok;
-    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)r->n_tok, (unsigned)max(r->m->n_hc, 1)), NORM_THREADS, 0, c->stream, a);
+    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)r->n_tok, (unsigned)a.ring.n_hc), NORM_THREADS, 0, c->stream, a);
 }
 
 static void cuda_mtp_input(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     struct cuda *c = r->cuda;
     struct mtp_input_args a = {};
-    a.x = c->x32[r->m->n_hc ? A_HC : s->x]; /* k_embed has written it to every stream */
-    a.x_stride = (size_t)hidden_width(r->m);
     a.ring = mtp_ring_of(r);
+    a.x = c->x32[layer_streams(r->m, layer) ? A_HC : s->x]; /* k_embed has written it to every stream */
+    a.x_stride = (size_t)(a.ring.n_hc * a.ring.n);
     a.norm[0] = layer->e_norm;
     a.norm[1] = layer->h_norm;
     a.eps = r->m->rms_eps;
@@ -8063,11 +8091,14 @@ static void cuda_qk_norm_rows(struct rank *r, const struct step *s) {
 
 /* Makes attention run over chosen keys, where there is a choice; in prefill where a token does not see all. */
 static void choose_keys(const struct rank *r, const struct attn &shape, struct attn_args *a) {
-    if (!shape.top_k || (r->n_tok > DECODE_MAX_TOKENS && r->pos + r->n_tok <= shape.top_k)) return;
-    a->top_k = shape.top_k;
+    const int most = attn_topk_most(&shape);
+    if (!shape.top_k || (r->n_tok > DECODE_MAX_TOKENS && r->pos + r->n_tok <= most)) return;
+    a->top_k = most;
     a->chosen = r->cuda->topk_blocks;
     a->n_topk = attn_topk_blocks(&shape);
     while (1 << a->block_shift < shape.index_block) a->block_shift++;
+    a->block_mask = shape.index_block - 1;
+    a->block_end = attn_pools(&shape) ? POOL_END : BLOCK_END;
 }
 
 /* The heads' results in slot x times their gates. */
@@ -8188,13 +8219,46 @@ static void cuda_mamba(struct rank *r, const struct step *s) {
     mamba_launch(&a, r->n_tok, r->cuda->stream);
 }
 
+/* Adds a compressor to what k_csa_store does: keys of d values from slots `value` and `gate`. Returns the bytes that it
+ * reads for a token. */
+static double add_compressor(struct rank *r, int il, struct csa_args *a, const struct compressor &with,
+                             enum cache_use ring, enum cache_use keys, enum act value, enum act gate, int d) {
+    const struct attn shape = r->m->layers[il].attn;
+    struct compress_args *to = &a->with[a->n_with++];
+    to->ring = r->cache[il][ring];
+    to->keys = r->cache[il][keys];
+    to->value = r->cuda->x32[value];
+    to->gate = r->cuda->x32[gate];
+    to->stride = (size_t)r->width[value];
+    to->ape = with.ape;
+    to->norm = with.norm;
+    to->d = d;
+    to->index = keys == CACHE_INDEX;
+    return (double)(shape.compress_ratio * to->ring.width / 2 + (with.norm ? d : 0)) * sizeof(float) +
+           (double)to->ring.row_bytes * shape.pooled / shape.compress_ratio;
+}
+
+/* Makes the indexer's keys of the pools that the batch completes, of the normed keys in A_IK. */
+static void pools_store(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    struct csa_args a = {};
+    a.rope.batch = batch_of(r);
+    a.n_tok = r->n_tok;
+    a.compress_ratio = layer->attn.compress_ratio;
+    a.pooled = layer->attn.pooled;
+    const double bytes = add_compressor(r, il, &a, layer->index_compressor, CACHE_INDEX_WINDOW, CACHE_INDEX, A_IK,
+                                        A_ICG, layer->attn.index_k);
+    profile_next(bytes, "pools of %d keys", a.compress_ratio);
+    csa_store(&a, false, r->cuda->stream);
+}
+
 /* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host
  * knows which these are. */
 static void cuda_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const bool blocks = layer->mixer == MIXER_GQA, prefill = r->n_tok > DECODE_MAX_TOKENS;
+    const bool blocks = layer->mixer == MIXER_GQA, prefill = r->n_tok > DECODE_MAX_TOKENS, pools = attn_pools(&shape);
     const int n_index = shape.n_index, width = shape.index_k;
     struct cuda *c = r->cuda;
     struct index_args a = {};
@@ -8209,23 +8273,26 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.w_stride = (size_t)r->width[A_IW];
     a.score_scale = 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
-    a.top_k = shape.top_k;
+    a.top_k = pools ? attn_topk_chosen(&shape) : shape.top_k;
     a.n_list = attn_topk_lists(&shape);
     a.n_topk = attn_topk_blocks(&shape);
+    a.n_chosen = attn_topk_chosen(&shape);
     a.block = shape.index_block;
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
     while (1 << a.shift < shape.compress_ratio) a.shift++;
     if (layer->mixer != MIXER_CSA) {                                 /* csa_store has made keys and queries */
         profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
+        if (pools) a.pooled = c->x32[A_IK];
         LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     }
+    if (pools) pools_store(r, il);
     index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
     const int most = INDEX_SCORES / (a.n_list * a.n_scores), rows = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
     a.block_tokens = a.rope.batch.several ? 1 : rows;
     /* the first token that does not see all keys has (top_k + 1) 2^shift tokens */
-    const int dense = prefill ? max(0, min(r->n_tok, ((shape.top_k + 1) << a.shift) - 1 - r->pos)) : 0,
+    const int dense = prefill ? max(0, min(r->n_tok, ((a.top_k + 1) << a.shift) - 1 - r->pos)) : 0,
               step = max(1, min(blocks ? 512 : 64, most));
     for (a.first = dense; a.first < r->n_tok; a.first += step) {
         a.n_tok = min(r->n_tok - a.first, step);
@@ -8351,7 +8418,6 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
     const enum act q = s->in[0], kv = s->in[1];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const struct cache_tensor *p = r->cache[il];
     struct cuda *c = r->cuda;
     struct csa_args a = {};
     a.rope = rope_of(r, il, q, kv);
@@ -8368,25 +8434,13 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
         a.index_k = shape.index_k;
     }
     double bytes = 4.0 * shape.head_k; /* norms; what compressed keys are made of; queries come from L2 */
-    auto add = [&](const struct compressor &with, enum cache_use ring, enum cache_use keys, enum act value,
-                   enum act gate, int d) {
-        struct compress_args *to = &a.with[a.n_with++];
-        to->ring = p[ring];
-        to->keys = p[keys];
-        to->value = c->x32[value];
-        to->gate = c->x32[gate];
-        to->stride = (size_t)r->width[value];
-        to->ape = with.ape;
-        to->norm = with.norm;
-        to->d = d;
-        to->index = keys == CACHE_INDEX;
-        bytes += (double)(shape.compress_ratio * to->ring.width / 2 + d) * sizeof(float) +
-                 (double)to->ring.row_bytes * shape.pooled / shape.compress_ratio;
-    };
-    if (layer->attn.compress_ratio) add(layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, A_CK, A_CG, shape.head_k);
-    if (layer->attn.n_index) add(layer->index_compressor, CACHE_INDEX_WINDOW, CACHE_INDEX, A_ICK, A_ICG, shape.index_k);
+    if (layer->attn.compress_ratio)
+        bytes += add_compressor(r, il, &a, layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, A_CK, A_CG, shape.head_k);
+    if (layer->attn.n_index)
+        bytes += add_compressor(r, il, &a, layer->index_compressor, CACHE_INDEX_WINDOW, CACHE_INDEX, A_ICK, A_ICG,
+                                shape.index_k);
     profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
-    csa_store(&a, c->stream);
+    csa_store(&a, true, c->stream);
 }
 
 static void cuda_csa_attention(struct rank *r, const struct step *s) {
@@ -9841,6 +9895,9 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
     else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA))
         snprintf(why, ERR_MAX, "an indexer with keys of %d (layer %d) is not supported on a GPU; use --cpu", a->index_k,
                  il);
+    else if (attn_pools(a) && a->compress_ratio & (a->compress_ratio - 1))
+        snprintf(why, ERR_MAX, "an indexer of pools of %d keys (layer %d) is not supported on a GPU; use --cpu",
+                 a->compress_ratio, il);
     else if (a->top_k && (kind == ATTN_GQA ? a->n_index > INDEX_ROWS
                                            : index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10))
         snprintf(why, ERR_MAX, "an indexer with %d heads (layer %d) is not supported on a GPU; use --cpu", a->n_index,

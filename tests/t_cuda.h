@@ -171,16 +171,24 @@ static void pair_logits_rows(struct rank *r, int n) {
                      (size_t)r->m->n_vocab);
 }
 
+/* Residual streams of the layers of a pass; 0: one, A_X. */
+static int pair_streams(const struct rank *r) {
+    return r->pass == PASS_FORWARD ? r->m->n_hc : layer_streams(r->m, &r->m->layers[r->m->n_layer]);
+}
+
+/* Values of a hidden state that MTP layers get. */
+static int pair_hidden_width(const struct rank *r) { return mtp_streams(r->m) * r->m->n_embd; }
+
 /* The residual x, or its streams and how the half that follows mixes them. */
 static void pair_residual(struct rank *r, const char *op, int il, enum act x) {
-    const int k = r->m->n_hc;
+    const int k = pair_streams(r);
     pair_out(r, op, il, k ? A_HC : x);
     if (k && il >= 0) pair_slot(r, op, il, A_MIX, (2 + k) * k, false);
 }
 
 /* The slots that a step reads. */
 static void pair_in_step(struct rank *r, const struct step *s) {
-    const bool streams = r->m->n_hc && s->x == A_X;
+    const bool streams = pair_streams(r) && s->x == A_X;
     if (s->x == ACT_COUNT) pair_in(r, s->in);
     else if (streams) pair_in(r, (const enum act[]){A_HC, A_MIX, s->partial, ACT_COUNT});
     else pair_in(r, (const enum act[]){s->x, s->partial, ACT_COUNT});
@@ -208,22 +216,25 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
     pair_heads(r, "attention", il, out);
 }
 
-/* The indexer's keys, and its choices, of which rounding may decide a few. Attention of both then has the CPU's. */
+/* The indexer's keys, and its choices, of which rounding may decide a few. Attention of both then has the CPU's. Of
+ * pools of keys the unfinished one is the last. */
 static void pair_out_select_keys(struct rank *r, int il) {
     const struct attn *a = &r->m->layers[il].attn;
     const int k = attn_topk_blocks(a), all = (int)attn_topk_all(a), first = tokens_dense(r, a),
               n = (r->n_tok - first) * all;
     int32_t *want = r->cpu->topk_blocks + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
     int other = 0;
-    if (!a->compress_ratio) pair_cache(r, il, CACHE_INDEX, "cache of the indexer");
+    if (!a->compress_ratio || attn_pools(a)) pair_cache(r, il, CACHE_INDEX, "cache of the indexer");
+    if (attn_pools(a)) pair_cache(r, il, CACHE_INDEX_WINDOW, "ring of the indexer's keys");
     cuda_test_chosen(pair.gpu, got, first * all, n, true);
     for (int t = 0; t < n; t += k)
         for (int i = 0, j = 0; i < k; i++) {
-            const int own = (keys_indexed(a, r->pos + first + t / all) - 1) / a->index_block;
+            const int seen = keys_indexed(a, r->pos + first + t / all),
+                      own = attn_pools(a) ? seen : (seen - 1) / a->index_block;
             CHECK(got[t + i] >= 0 && got[t + i] <= own && (!i || got[t + i] > got[t + i - 1]),
                   "%s: choice %d of layer %d is %d", pair.name, i, il, got[t + i]);
-            CHECK(k - i > a->index_local || got[t + i] == own - (k - 1 - i), "%s: choice %d of layer %d is %d, own %d",
-                  pair.name, i, il, got[t + i], own);
+            CHECK(k - i > int_max(a->index_local, attn_pools(a)) || got[t + i] == own - (k - 1 - i),
+                  "%s: choice %d of layer %d is %d, own %d", pair.name, i, il, got[t + i], own);
             while (j < k && want[t + j] < got[t + i]) j++;
             other += j == k || want[t + j] != got[t + i];
         }
@@ -261,18 +272,18 @@ static void pair_out_row_norm(struct rank *r, const struct step *s) {
 }
 
 static void pair_in_mtp(struct rank *r, const struct step *s) {
-    if (!r->m->n_hc) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
-    cuda_test_mtp_hidden(pair.gpu, r->mtp_hidden, r->n_mtp_hidden * hidden_width(r->m), false);
+    if (!pair_streams(r)) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
+    cuda_test_mtp_hidden(pair.gpu, r->mtp_hidden, r->n_mtp_hidden * pair_hidden_width(r), false);
 }
 
 static void pair_out_mtp(struct rank *r, const struct step *s) {
-    const int n_in = int_max(r->m->n_hc, 1) * r->m->layers[s->il].eh_proj.n_in;
-    if (!r->m->n_hc) pair_out(r, "mtp_input, x", s->il, s->x);
+    const int n_in = mtp_streams(r->m) * r->m->layers[s->il].eh_proj.n_in;
+    if (!pair_streams(r)) pair_out(r, "mtp_input, x", s->il, s->x);
     pair_slot(r, "mtp_input", s->il, s->out[0], n_in, true);
 }
 
 static void pair_mtp_hidden(struct rank *r) {
-    const int n = r->n_mtp_hidden * hidden_width(r->m);
+    const int n = r->n_mtp_hidden * pair_hidden_width(r);
     float *got = pair_buffer((size_t)n);
     cuda_test_mtp_hidden(pair.gpu, got, n, true);
     pair_compare(r, "keep_hidden", -1, got, r->mtp_hidden, (size_t)n);
@@ -693,6 +704,7 @@ static void test_cuda_operations(void) {
                                         "glm_moe_dsa_types",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
+                                        "glm5_next_nvfp4",
                                         "nemotron_h",
                                         "nemotron_h_nvfp4",
                                         "nemotron_h_dense"};
@@ -717,7 +729,7 @@ static const struct model *fixture_keep(const char *name) {
     static struct {
         const char *name;
         struct model m;
-    } kept[12];
+    } kept[16];
     int i = 0;
     while (kept[i].name && strcmp(kept[i].name, name)) i++;
     if (!kept[i].name && !fixture_load(name, &kept[i].m)) return NULL;
@@ -1145,6 +1157,24 @@ void cuda_test_sparse(void) {
         if (!m->n_layer) sparse_make(m, &y);
         pair_forwards(y.name, m, cases[i].kv, 128, i ? 0 : 2, MOE_ACT_F16, n);
         check_steps(y.name, m, cases[i].kv, &cases[i].want);
+    }
+}
+
+/* Pools of an indexer's keys: in layers that choose and in one that has the choice of another, among layers of Kimi delta
+ * attention, whose streams end in their mean, and in an MTP layer without streams. Batches begin and end within pools. */
+void cuda_test_pools(void) {
+    static const int n[] = {41, 17, 9, 1, 16, 1, 0};
+    static struct {
+        const char *name;
+        enum kv_type kv;
+        float *want;
+    } cases[] = {{"glm5_next", KV_BF16, NULL}, {"glm5_next_nvfp4", KV_FP8, NULL}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct model *m = fixture_keep(cases[i].name);
+        cuda_test_begin(22);
+        if (!m) return;
+        pair_forwards(cases[i].name, m, cases[i].kv, 128, i ? 2 : 0, MOE_ACT_F16, n);
+        check_steps(cases[i].name, m, cases[i].kv, &cases[i].want);
     }
 }
 
@@ -1950,6 +1980,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("qwen3_next", &stages, 1, 20);
     layouts_agree("kimi_linear", &stages, 1, 50);
     layouts_agree("bailing_hybrid_ct", virtual, 1, 20);
+    layouts_agree("glm5_next", &stages, 1, 60);
+    layouts_agree("glm5_next_nvfp4", virtual, 1, 70);
     layouts_agree("nemotron_h", &stages, 1, 40);
     synth_agrees(&mamba_shapes[0], &virtual[0], 30);
 #ifdef SIMULATED
@@ -2005,6 +2037,7 @@ static void test_cuda_drafts(void) {
         {"glm4_moe_air", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"step3p7", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"nemotron_h", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"glm5_next", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
 #endif
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -2139,7 +2172,11 @@ static void test_cuda_resize(void) {
     static const struct {
         const char *name;
         enum kv_type kv;
-    } of[] = {{"qwen3moe", KV_FP8}, {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16}, {"deepseek_v4", KV_BF16}};
+    } of[] = {{"qwen3moe", KV_FP8},
+              {"qwen3_5_moe", KV_BF16},
+              {"deepseek_v32", KV_BF16},
+              {"deepseek_v4", KV_BF16},
+              {"glm5_next", KV_BF16}};
     static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
     for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
         struct model m;
@@ -2298,6 +2335,9 @@ void cuda_test_parallel(void) {
         {"gpt_oss", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
         {"kimi_linear", NULL, 1, 2, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
         {"bailing_hybrid_ct", NULL, 2, 1, KV_FP8, 4, 0, cuda_parallel_open, 0, false, 1},
+        {"glm5_next", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 1},
+        {"glm5_next_nvfp4", NULL, 2, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"glm5_next", NULL, 1, 1, KV_FP8, 3, 330, cuda_parallel_open, 256, true, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_parallel(&cases[i]);
     cuda_test_devices(1, true);
@@ -2323,7 +2363,8 @@ static void test_cuda_fixtures(void) {
         const int n = fixture_logits(name, &m, &ids, &want), half = n / 2;
         const size_t v = (size_t)m.n_vocab;
         if (!cuda_session(&s, &m, n, KV_BF16, MOE_ACT_F16)) return;
-        const bool dsa = !strcmp(name, "deepseek_v32") || !strncmp(name, "glm_moe_dsa", 11);
+        const bool dsa =
+            !strcmp(name, "deepseek_v32") || !strncmp(name, "glm_moe_dsa", 11) || !strncmp(name, "glm5_next", 9);
         const double limit = dsa && cuda_test_sums_cut() ? 3e-2 : strcmp(name, "deepseek_v32") ? 1e-3 : 1e-2;
         cuda_compare(&s, name, ids, n, want, limit, 1e-3);
         session_free(&s);
@@ -2346,11 +2387,11 @@ static void test_cuda_batches(void) {
         enum kv_type kv;
         const struct layout *layout;
     } cases[] = {
-        {"qwen3moe_nvfp4", KV_FP8, &one},   {"qwen3moe", KV_BF16, &two},          {"deepseek_v3", KV_FP8, &one},
-        {"kimi_k2", KV_BF16, &two},         {"qwen3_5_moe", KV_FP8, &one},        {"hy_v3", KV_FP8, &one},
-        {"glm4_moe_air", KV_BF16, &one},    {"deepseek_v4", KV_FP8, &one},        {"deepseek_v4_pro", KV_BF16, &two},
-        {"kimi_linear", KV_FP8, &one},      {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},
-        {"nemotron_h_nvfp4", KV_BF16, &one}};
+        {"qwen3moe_nvfp4", KV_FP8, &one},    {"qwen3moe", KV_BF16, &two},          {"deepseek_v3", KV_FP8, &one},
+        {"kimi_k2", KV_BF16, &two},          {"qwen3_5_moe", KV_FP8, &one},        {"hy_v3", KV_FP8, &one},
+        {"glm4_moe_air", KV_BF16, &one},     {"deepseek_v4", KV_FP8, &one},        {"deepseek_v4_pro", KV_BF16, &two},
+        {"kimi_linear", KV_FP8, &one},       {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},
+        {"nemotron_h_nvfp4", KV_BF16, &one}, {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -2955,9 +2996,9 @@ static void test_cuda_decode_bench(void) {
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
         {"cuda/norms", cuda_test_norms}, {"cuda/rotations", cuda_test_rotations}, {"cuda/indexer", cuda_test_indexer}, \
         {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
-        {"cuda/sparse", test_cuda_sparse}, {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring},         \
-        {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta}, {"cuda/kda", cuda_test_kda},           \
-        {"cuda/mamba", cuda_test_mamba}, {"cuda/recurrent", test_cuda_recurrent},                                      \
+        {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools}, {"cuda/streams", test_cuda_streams},       \
+        {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
+        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/recurrent", test_cuda_recurrent},         \
         {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
         {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
         {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \

@@ -17,6 +17,7 @@ extern "C" void cuda_test_parallel(void);
 extern "C" void cuda_test_streams(void);
 extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_kda(void);
+extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
@@ -53,6 +54,7 @@ static const struct {
                     {"windows", cuda_test_windows},
                     {"expanded", cuda_test_expanded},
                     {"kda", cuda_test_kda},
+                    {"pools", cuda_test_pools},
                     {"mamba", cuda_test_mamba},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
@@ -516,6 +518,71 @@ static void prefill_queries_packed(const char *launch, void *args) {
     change_if<struct rope_args>(launch, "k_rope_mla", args, packed_rows);
 }
 
+/* Mistakes about pools of an indexer's keys. */
+static void change_pools(const char *launch, void *args, void (*f)(struct csa_args &a)) {
+    change_if<struct csa_args>(launch, "k_csa_store", args, f);
+}
+static void change_choice(const char *launch, void *args, void (*f)(struct index_args &a)) {
+    change_if<struct index_args>(launch, "k_index_choose", args, f);
+}
+static void change_seen_pools(const char *launch, void *args, void (*f)(struct attn_args &a)) {
+    change_attention(launch, args, [&](auto &a) {
+        if (a.block_end == POOL_END) f(a);
+    });
+}
+static void pools_without_offsets(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) {
+        float *none = changed_floats(1024);
+        memset(none, 0, 1024 * sizeof *none);
+        c.ape = none;
+    });
+}
+static void pools_normed(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.norm = c.ape; });
+}
+static void pools_longer(const char *launch, void *args) {
+    change_pools(launch, args, [](auto &a) { a.pooled++; });
+}
+static void pools_shorter(const char *launch, void *args) {
+    change_pools(launch, args, [](auto &a) { a.pooled--; });
+}
+static void pools_of_next_value(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.gate++; });
+}
+static void pools_ring_shorter(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.ring.n_row--; });
+}
+static void pools_of_raw_keys(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_store", args, [](auto &a) { a.pooled = changed_floats(1 << 20); });
+}
+static void keys_not_centered(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_store", args, [](auto &a) { a.bias = NULL; });
+}
+static void unfinished_not_listed(const char *launch, void *args) {
+    change_choice(launch, args, [](auto &a) { a.n_chosen = a.n_topk; });
+}
+static void one_pool_fewer(const char *launch, void *args) {
+    change_choice(launch, args, [](auto &a) { a.n_chosen--; });
+}
+static void pools_chosen_early(const char *launch, void *args) {
+    change_choice(launch, args, [](auto &a) { a.shift--; });
+}
+static void unfinished_not_seen(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.top_k -= a.block_mask; });
+}
+static void unfinished_seen_whole(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.block_mask = 0; });
+}
+static void half_pools(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.block_shift--; });
+}
+static void pools_of_next_token(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.chosen += a.n_topk; });
+}
+static void streams_weighted(const char *launch, void *args) {
+    change_if<struct hc_args>(launch, "k_hc_norm", args, [](auto &a) { a.mean = false; });
+}
+
 /* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -628,7 +695,26 @@ static const struct {
                 {"kda", "heads have the gate of the next", gates_of_next_head},
                 {"kda", "the first head alone has a gate", gate_of_first_head},
                 {"kda", "rows of a decode are packed", queries_packed},
-                {"kda", "rows of a prefill are packed", prefill_queries_packed}};
+                {"kda", "rows of a prefill are packed", prefill_queries_packed},
+                {"pools", "pools have no offsets", pools_without_offsets},
+                {"pools", "pools have the offsets of the next token", next_offsets},
+                {"pools", "keys are their own gates", other_gates_of_keys},
+                {"pools", "values have the gates of the next", pools_of_next_value},
+                {"pools", "pools are normed", pools_normed},
+                {"pools", "pools have a key of the one before", pools_longer},
+                {"pools", "pools lack their first key", pools_shorter},
+                {"pools", "the ring is shorter by a row", pools_ring_shorter},
+                {"pools", "pools are of keys without a norm", pools_of_raw_keys},
+                {"pools", "keys are normed without their mean", keys_not_centered},
+                {"pools", "the unfinished pool is not listed", unfinished_not_listed},
+                {"pools", "a pool fewer is chosen", one_pool_fewer},
+                {"pools", "pools are chosen before they end", pools_chosen_early},
+                {"pools", "the unfinished pool is not seen", unfinished_not_seen},
+                {"pools", "the unfinished pool is seen as a whole", unfinished_seen_whole},
+                {"pools", "half of a pool is seen", half_pools},
+                {"pools", "tokens have the choice of the next", pools_of_next_token},
+                {"pools", "a head of the indexer is missing", head_dropped},
+                {"pools", "streams do not end in their mean", streams_weighted}};
 
 /* ---- changes of the PTX ---- */
 

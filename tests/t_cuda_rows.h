@@ -125,21 +125,22 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to, boo
            streams, n, norm, from, to, own, both, next, sum.nmse(), bad);
 }
 
-/* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model. */
+/* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model;
+ * parts 0: the streams' mean. */
 template <int VECS>
 static void run_hc_norm(int n, int parts, bool last) {
     enum { TOKENS = 2, S = GPU_HC };
     const size_t wide = (size_t)n;
     const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
                              base = random_floats(HC_ROWS, 1), scale = random_floats(3, 1);
-    std::vector<float> sums = random_floats(TOKENS * parts * HC_SUMS, 0.1);
+    std::vector<float> sums = random_floats(TOKENS * max(parts, 1) * HC_SUMS, 0.1);
     for (size_t i = HC_ROWS; i < sums.size(); i += HC_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
     gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums);
     gpu_array<float> mix(TOKENS * (HC_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
     gpu_array<uint16_t> h16(TOKENS * wide);
     struct hc_args a = {};
-    a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d,
-    a.n_row = last ? (int)S : (int)HC_ROWS;
+    a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d, a.mean = !parts;
+    a.n_row = !parts ? 0 : last ? (int)S : (int)HC_ROWS;
     a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.hc_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
     a.h16 = h16, a.h32 = h32, a.x = y;
     sums_d.arrive(), x_d.arrive();
@@ -162,6 +163,7 @@ static void run_hc_norm(int n, int parts, bool last) {
         for (size_t k = 0; k < 2 * S; k++)
             row[k] = (k < S ? 1 : 2) / (1 + exp(-(row[k] * factor * (double)scale[k / S] + (double)base[k]))) +
                      (k < S ? 1e-6 : 0);
+        if (!parts) std::fill(row, row + S, 1.0 / S);
         for (size_t i = 0; i < wide; i++)
             for (size_t j = 0; j < S; j++) want[i] += (float)row[j] * x[(t * S + j) * wide + i];
         const double f = rms_factor(want.data(), n);
@@ -211,8 +213,8 @@ extern "C" void cuda_test_norms(void) {
                     if (n < 64 || rings == 1 + next)
                         run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64),
                                         rings & 1, rings & 2, next);
-    run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true);
-    run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true);
+    run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true), run_hc_norm<4>(4088, 0, true);
+    run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true), run_hc_norm<8>(8184, 0, true);
 }
 
 /* ---- rotations, and the new rows of the cache ---- */
@@ -310,9 +312,12 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
 }
 
 /* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
- * long text: keys of COMPRESS_RATIO tokens are means over POOLED, of which the ring has some. */
+ * long text: keys of COMPRESS_RATIO tokens are means over POOLED, of which the ring has some. POOLED is COMPRESS_RATIO: of
+ * an indexer, these keys alone, without a norm. */
+template <int POOLED>
 static void run_csa_store(int d, int rope, int pos) {
-    enum { TOKENS = 8, HEADS = 2, COMPRESS_RATIO = 3, POOLED = 6, RING = 39 };
+    enum { TOKENS = 8, HEADS = 2, COMPRESS_RATIO = 3, RING = 39 };
+    constexpr bool POOLS = POOLED == COMPRESS_RATIO;
     const int wide = POOLED / COMPRESS_RATIO * d, pairs = rope / 2, first = pos - POOLED;
     const size_t width = (size_t)wide, heads = (size_t)d;
     test_cache window(RING, d, ATTN_GROUP, false, RING),
@@ -344,11 +349,11 @@ static void run_csa_store(int d, int rope, int pos) {
     c.ring.data = (uint8_t *)rows_d.p;
     c.keys = blocks.p, c.keys.data -= (size_t)(pos / COMPRESS_RATIO) * c.keys.row_bytes; /* rows of the batch alone */
     c.value = value_d + POOLED * width, c.gate = gate_d + POOLED * width, c.stride = width, c.ape = ape_d,
-    c.norm = norm_d, c.d = d;
+    c.norm = POOLS ? NULL : norm_d.p, c.d = d, c.index = POOLS;
     a.table = {freq_d, pairs, 1.5f, NULL, NULL}, a.n_with = 1, a.compress_ratio = COMPRESS_RATIO, a.pooled = POOLED,
     a.n_tok = TOKENS;
     q.d.arrive(), k.d.arrive(), value_d.arrive();
-    csa_store(&a, test_stream);
+    csa_store(&a, !POOLS, test_stream);
     finish("attention with one KV head: rows");
     const std::vector<uint16_t> got = q16.get();
     const std::vector<float> kept = rows_d.get();
@@ -358,7 +363,7 @@ static void run_csa_store(int d, int rope, int pos) {
                     auto angle) { /* normed, and rotated */
                                   double ss = 0;
                                   for (double v : x) ss += v * v;
-                                  for (size_t i = 0; i < heads; i++)
+                                  for (size_t i = 0; i < heads && !POOLS; i++)
                                       x[i] *= (own ? (double)w[i] : 1) / sqrt(ss / d + 1e-6);
                                   for (int i = 0; i < pairs; i++) {
                                       double &u = x[(size_t)(d - rope + 2 * i)], &v = x[(size_t)(d - rope + 2 * i + 1)];
@@ -373,7 +378,7 @@ static void run_csa_store(int d, int rope, int pos) {
         auto angle = [&](int i) {
             return std::pair<double, double>(cs[(size_t)(t * pairs + i)], sn[(size_t)(t * pairs + i)]);
         };
-        for (int h = 0; h < HEADS; h++) {
+        for (int h = 0; h < HEADS && !POOLS; h++) {
             const float *x = q.row(t, h);
             const std::vector<double> want = turn(std::vector<double>(x, x + d), norm, false, angle);
             for (size_t i = 0; i < heads; i++)
@@ -382,8 +387,8 @@ static void run_csa_store(int d, int rope, int pos) {
         const float *x = k.row(t, 0);
         const int row = (pos + t) % RING;
         window.read(row, 1);
-        bad += !row_near(window.p, &window.value[(size_t)row * heads],
-                         turn(std::vector<double>(x, x + d), k_norm, true, angle));
+        bad += !POOLS && !row_near(window.p, &window.value[(size_t)row * heads],
+                                   turn(std::vector<double>(x, x + d), k_norm, true, angle));
         bad += memcmp(&kept[(size_t)row * 2 * width], &value[(size_t)(POOLED + t) * width], width * sizeof(float)) != 0;
     }
     blocks.read(0, (pos + TOKENS) / COMPRESS_RATIO - pos / COMPRESS_RATIO);
@@ -408,13 +413,13 @@ static void run_csa_store(int d, int rope, int pos) {
         bad += !row_near(blocks.p, &blocks.value[(size_t)(key - pos / COMPRESS_RATIO) * heads],
                          turn(mean, norm, true, angle));
     }
-    expect(sum.nmse() < 1e-6 && !bad, "rows of one KV head of %d, %d rotated, at %d: NMSE %.1e, %d wrong", d, rope, pos,
-           sum.nmse(), bad);
+    expect((POOLS || sum.nmse() < 1e-6) && !bad, "rows of one KV head of %d, %d rotated, at %d: NMSE %.1e, %d wrong", d,
+           rope, pos, POOLS ? 0 : sum.nmse(), bad);
 }
 
 extern "C" void cuda_test_rotations(void) {
     begin_test(22);
-    run_csa_store(512, 512, 400004), run_csa_store(320, 64, 36);
+    run_csa_store<6>(512, 512, 400004), run_csa_store<6>(320, 64, 36), run_csa_store<3>(128, 0, 400);
     for (bool fp8 : {false, true}) {
         run_rope_gqa({256, 256, 512, 256, false, fp8, true, 0}),
             run_rope_gqa({256, 256, 256, 256, true, fp8, false, 64});
@@ -425,8 +430,9 @@ extern "C" void cuda_test_rotations(void) {
 
 /* ---- the indexer ---- */
 
-/* Norms and rotations of queries and keys; bias: of a LayerNorm of the keys. */
-static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias) {
+/* Norms and rotations of queries and keys; bias: of a LayerNorm of the keys; pools: keys go to the rows that they come
+ * from, not to the cache. */
+static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias, bool pools = false) {
     enum { TOKENS = 2, HEADS = 4, POS = 9 };
     test_cache k(POS + TOKENS, width, width, fp8);
     test_heads q(TOKENS, HEADS, width, width, 2), k32(TOKENS, 1, width, width, 1);
@@ -441,6 +447,7 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = pairs, r.q = q.d, r.k = k32.d, r.q_norm = bias ? NULL : q_norm_d.p;
     r.k_norm = k_norm_d, r.q16 = q16, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)k32.stride, r.kp = k.p;
     r.n_head = HEADS, r.n_head_kv = 1, r.d = width, r.rope = rope, r.eps = 1e-6f, a.bias = bias ? more_d.p : NULL;
+    a.pooled = pools ? k32.d.p : NULL;
     k.forget(POS, TOKENS);
     q.d.arrive(), k32.d.arrive();
     LAUNCH_PDL(k_index_store, dim3(ceil_div(HEADS + 1, 4), TOKENS), 128, 0, test_stream, a);
@@ -456,11 +463,14 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
                            (double)more[(size_t)i]);
     }
     const std::vector<uint16_t> got = q16.get();
+    const std::vector<float> written = k32.d.get();
     error_sum sum;
     int bad = 0;
     for (int t = 0; t < TOKENS; t++) {
-        bad += !row_near(k.p, &k.value[(size_t)((POS + t) * width)],
-                         k32.roped(t, 0, bias ? std::vector<float>() : k_norm, cs, sn, rope, pairs));
+        const std::vector<double> key = k32.roped(t, 0, bias ? std::vector<float>() : k_norm, cs, sn, rope, pairs);
+        for (int i = 0; i < width && pools; i++)
+            bad += !(fabs((double)written[(size_t)(t * k32.stride + i)] - key[(size_t)i]) <= 1e-5);
+        bad += !pools && !row_near(k.p, &k.value[(size_t)((POS + t) * width)], key);
         for (int h = 0; h < HEADS; h++) {
             const std::vector<double> want = q.roped(t, h, q_norm, cs, sn, rope, pairs);
             for (int i = 0; i < width; i++)
@@ -468,8 +478,8 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
         }
     }
     expect(sum.nmse() < 1e-6 && !bad,
-           "an indexer's %d values, %d rotated, fp8 %d, pairs %d, bias %d: NMSE %.1e, %d wrong", width, rope, fp8,
-           pairs, bias, sum.nmse(), bad);
+           "an indexer's %d values, %d rotated, fp8 %d, pairs %d, bias %d, pools %d: NMSE %.1e, %d wrong", width, rope,
+           fp8, pairs, bias, pools, sum.nmse(), bad);
 }
 
 /* Scores of keys, or with a block those of parts of blocks, for tokens that see `len` keys and more. */
@@ -519,18 +529,20 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
            width, fp8, block, n_tok, len, sum.nmse());
 }
 
-/* Choices of `n_topk` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores. */
-static void run_index_choose(int n, int n_topk, int block, int local, int levels) {
+/* Choices of `n_topk` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores;
+ * pools: the unfinished pool follows. */
+static void run_index_choose(int n, int n_topk, int block, int local, int levels, bool pools = false) {
     const int n_list = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, block_keys = block ? block : 1;
     std::vector<float> score = random_floats(n_list * n_scores, 1);
     for (float &f : score) f = roundf(f * (float)levels) / (float)levels; /* many are equal, also 0 and -0 */
     gpu_array<float> score_d(score);
-    gpu_array<int32_t> chosen((size_t)(n_list * n_topk));
+    const int n_all = n_topk + pools;
+    gpu_array<int32_t> chosen((size_t)(n_list * n_all));
     gpu_batch b(n * block_keys - 2, 1, 0);
     struct index_args a = {};
     a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = n_topk * block_keys,
     a.n_list = n_list;
-    a.n_topk = n_topk, a.n_scores = n_scores, a.block = block, a.local = local;
+    a.n_topk = n_all, a.n_chosen = n_topk, a.n_scores = n_scores, a.block = block, a.local = local;
     score_d.arrive();
     LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)n_list, CHOOSE_THREADS, 0, test_stream,
                a);
@@ -548,8 +560,10 @@ static void run_index_choose(int n, int n_topk, int block, int local, int levels
         std::stable_sort(want.begin(), want.end(), [&](int x, int y) { return best[(size_t)x] > best[(size_t)y]; });
         want.resize((size_t)n_topk);
         std::sort(want.begin(), want.end());
-        expect(std::equal(want.begin(), want.end(), got.begin() + l * n_topk),
-               "%d of %d blocks of %d keys are not those with the largest scores, list %d", n_topk, n, block, l);
+        if (pools) want.push_back(last);
+        expect(std::equal(want.begin(), want.end(), got.begin() + l * n_all),
+               "%d of %d blocks of %d keys are not those with the largest scores, list %d, pools %d", n_topk, n, block,
+               l, pools);
     }
 }
 
@@ -558,6 +572,7 @@ extern "C" void cuda_test_indexer(void) {
     for (bool fp8 : {false, true}) {
         for (bool bias : {false, true})
             run_index_store(128, 128, fp8, fp8 != bias, bias), run_index_store(64, 32, fp8, bias, bias);
+        run_index_store(128, 0, fp8, fp8, true, true);
         for (int width : {64, 128}) {
             run_index_scores(width, fp8, 36, 0, 3, 300);
             for (int block : {16, 64}) run_index_scores(width, fp8, 3, block, 23, 300);
@@ -567,6 +582,7 @@ extern "C" void cuda_test_indexer(void) {
     run_index_choose(7100, 2100, 0, 0, 8), run_index_choose(9001, 40, 16, 2, 8),
         run_index_choose(8300, 16, 32 * 31, 1, 100);
     run_index_choose(7100, 16, 32 * 31, 1, 100), run_index_choose(20, 4, 64, 1, 2);
+    run_index_choose(9001, 512, 0, 0, 8, true), run_index_choose(70, 33, 0, 0, 1, true);
 }
 
 /* ---- statistics, FP4 ---- */
