@@ -5226,13 +5226,13 @@ static void forward_rel(struct program *p, const struct model *m, int il) {
  * ============================================================================================================ */
 
 /* Reads a list of n whole numbers of 64 bits within the table's range. */
-static void loader_longs(struct loader *l, const char *suffix, int n, int64_t *out) {
+static void loader_longs(struct loader *l, const char *suffix, int n, const char *of, int64_t *out) {
     char key[128];
     const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return;
     if (!kv || !kv->is_array || kv->n < (uint64_t)n)
-        loader_fail(l, "metadata key '%s' is missing or has fewer than %d numbers", key, n);
+        loader_fail(l, "metadata key '%s' is missing or has no number for each of %d %s", key, n, of);
     for (int i = 0; i < n && !l->failed; i++)
         if (!gguf_elem_int(kv, (uint64_t)i, &out[i]) || out[i] < (int64_t)rule->lo || out[i] > (int64_t)rule->hi)
             loader_fail(l, "metadata key '%s' has no whole number from %.0f to %.0f at index %d", key, rule->lo,
@@ -5246,11 +5246,13 @@ static void read_ngrams(struct loader *l) {
     int64_t layer;
     const struct gguf_kv *kv = loader_key(l, "ple.layers", key);
     if (l->failed || !kv || !kv->n) return;
-    if (kv->n != 1 || !gguf_elem_int(kv, 0, &layer) || layer < 0 || layer >= l->m->n_layer) {
+    if (kv->n > 1)
         loader_fail(l, "metadata key '%s' has %llu values, expected the number of one of %d layers", key,
                     (unsigned long long)kv->n, l->m->n_layer);
-        return;
-    }
+    else if (!gguf_elem_int(kv, 0, &layer) || layer < 0 || layer >= l->m->n_layer)
+        loader_fail(l, "metadata key '%s' is missing or has no number for each of 1 layers, expected 0 to %d", key,
+                    l->m->n_layer - 1);
+    if (l->failed) return;
     g->layer = (int)layer;
     g->size = loader_int(l, "ple.ngram_size");
     g->per_size = loader_int_in(l, "ple.heads_per_ngram", KEY_REQUIRED, 1, NGRAM_HEADS / int_max(1, g->size - 1));
@@ -5258,9 +5260,9 @@ static void read_ngrams(struct loader *l) {
     g->n_conv = loader_int(l, "ple.conv_kernel");
     g->row = loader_int(l, "embedding_length_per_layer_input");
     g->eos = loader_int(l, "ple.eos_token_id");
-    loader_longs(l, "ple.layer_multipliers", g->size, g->multiplier);
-    loader_longs(l, "ple.head_offsets", g->n_head, g->offset);
-    loader_longs(l, "ple.head_vocab_sizes", g->n_head, g->n_row);
+    loader_longs(l, "ple.layer_multipliers", g->size, "tokens", g->multiplier);
+    loader_longs(l, "ple.head_offsets", g->n_head, "heads", g->offset);
+    loader_longs(l, "ple.head_vocab_sizes", g->n_head, "heads", g->n_row);
 }
 
 /* Reads the metadata of Qwen3.8-Flash-Next. Files have no key for the gates of delta nets, which act by their sigmoid. */

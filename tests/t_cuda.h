@@ -1851,7 +1851,7 @@ static void test_cuda_refusals(void) {
  * shared arrays leave room, and FP4 MMAs are in the one image that has them. */
 static void test_cuda_images(void) {
     static const char *const ptx[] = {"compute_120f", "compute_90", "compute_80"};
-    enum { IMAGE_BYTES = 20 << 20 };
+    enum { IMAGE_BYTES = 28 << 20 };
     char *log = NULL, err[ERR_MAX], path[256];
     struct stat st;
     if (read_file("build/nvcc/log", &log, err)) SKIP("the kernels were not compiled here: no nvcc");
