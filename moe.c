@@ -23848,11 +23848,20 @@ struct message_forms {
     bool system;    /* messages of the role system */
     bool developer; /* messages of the role developer */
     bool parts;     /* content as a list of parts */
+    bool thoughts;  /* thinking as one of them, of the type thinking */
     bool none;      /* null as the content beside tool_calls */
     bool calls;     /* tool_calls */
 };
 
 #define FORM_MARK "\ue000" /* a private character, to be found again */
+
+/* Whether a source (n) has a word in quotes. */
+static bool source_quotes(const char *source, size_t n, const char *word) {
+    char single[32], quoted[32];
+    snprintf(single, sizeof single, "'%s'", word);
+    snprintf(quoted, sizeof quoted, "\"%s\"", word);
+    return text_has(source, n, single) || text_has(source, n, quoted);
+}
 
 /* Whether a template renders the messages, which are freed, so that the text of FORM_MARK comes out. vars: the other
  * variables. The text is appended to *out. */
@@ -23885,6 +23894,17 @@ static bool template_takes_none(const struct template *t, const json_t *vars) {
     return takes;
 }
 
+/* Whether a template with this source (n) takes thinking as a part of the content of an answer. */
+static bool template_takes_thoughts(const struct template *t, const char *source, size_t n, const json_t *vars) {
+    struct tpl_text out = {0};
+    json_t *messages = json_pack("[{ssss}{sss[{ssss}{ssss}]}{ssss}]", "role", "user", "content", "x", "role",
+                                 "assistant", "content", "type", "thinking", "thinking", FORM_MARK, "type", "text",
+                                 "text", "x", "role", "user", "content", "x");
+    const bool takes = template_shows(t, vars, messages, &out) && source_quotes(source, n, "thinking");
+    text_free(&out);
+    return takes;
+}
+
 /* Finds what a template with this source (n) takes. vars: its variables besides messages. A template that does not even
  * take one message of a user says nothing about a system message. */
 static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
@@ -23902,6 +23922,7 @@ static struct message_forms message_forms_find(const struct template *t, const c
     f.developer = template_shows(t, vars, with_developer, &developer) && text_has(source, n, "developer");
     f.parts = template_shows(t, vars, with_parts, &parts) && works && arrlen(parts.s) == arrlen(plain.s) &&
               !memcmp(parts.s, plain.s, arrlenu(plain.s));
+    f.thoughts = template_takes_thoughts(t, source, n, vars);
     f.none = f.calls && template_takes_none(t, vars);
     text_free(&plain);
     text_free(&parts);
@@ -24285,7 +24306,7 @@ static int chat_push_json(struct chat *c, const json_t *given, char *err) {
                           .more = m};
     const char *thinking = json_string_value(json_object_get(m, "reasoning_content"));
     if (thinking) msg.thinking = xstrdup(thinking);
-    if (thinking && !c->reasoning_key)
+    if (thinking && !c->reasoning_key && !c->forms.thoughts)
         note_once(
             "\"reasoning_content\" has no effect: the chat template does not read the thinking of earlier answers");
     json_object_del(m, "reasoning_content");
@@ -24359,14 +24380,6 @@ static bool template_strips(const char *source, size_t n, const char *close) {
     char single[64], quoted[64];
     snprintf(single, sizeof single, "split('%s'", close);
     snprintf(quoted, sizeof quoted, "split(\"%s\"", close);
-    return text_has(source, n, single) || text_has(source, n, quoted);
-}
-
-/* Whether a source (n) has a word in quotes. */
-static bool source_quotes(const char *source, size_t n, const char *word) {
-    char single[32], quoted[32];
-    snprintf(single, sizeof single, "'%s'", word);
-    snprintf(quoted, sizeof quoted, "\"%s\"", word);
     return text_has(source, n, single) || text_has(source, n, quoted);
 }
 
@@ -24527,7 +24540,7 @@ static void quotes_restore(struct tpl_text *t) {
     arrsetlen(t->origin, k);
 }
 
-/* Returns a message as the template expects it: the thinking beside content, inside of it, or left out. */
+/* Returns a message as the template expects it: the thinking beside content, inside of it, a part of it, or left out. */
 static json_t *chat_message_json(const struct chat *c, const struct message *msg) {
     const char *think, *answer;
     size_t n;
@@ -24535,10 +24548,14 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     const bool channels = !c->format->open && !strcmp(msg->role, "assistant");
     answer = message_answer(c, msg, &think, &n);
     const char *content = c->reasoning_key || !c->strips_reasoning ? answer : msg->content;
+    const bool thought = msg->thinking || answer != msg->content;
     json_object_set_new(o, "role", json_string(msg->role));
-    json_object_set_new(o, "content", message_json(content, strlen(content), channels));
-    if (c->reasoning_key && (msg->thinking || answer != msg->content))
-        json_object_set_new(o, c->reasoning_key, message_json(think, n, channels));
+    if (thought && !c->reasoning_key && c->forms.thoughts)
+        json_object_set_new(o, "content",
+                            json_pack("[{ssso}{ssss}]", "type", "thinking", "thinking", json_stringn(think, n), "type",
+                                      "text", "text", answer));
+    else json_object_set_new(o, "content", message_json(content, strlen(content), channels));
+    if (thought && c->reasoning_key) json_object_set_new(o, c->reasoning_key, message_json(think, n, channels));
     json_object_update(o, msg->more);
     return o;
 }

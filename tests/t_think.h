@@ -622,6 +622,12 @@ static const char tags_close[] =
 static const char tags_lost[] = TAGS_TEMPLATE("", "<think>{{ '\\n' }}");
 static const char tags_tight[] = TAGS_TEMPLATE("", "<think>");
 
+static const char tags_parts[] =
+    "{%- for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+    "{% if b.type == 'thinking' %}[THINK]{{ b.thinking }}[/THINK]{% else %}{{ b.text }}{% endif %}{% endfor %}{% endif "
+    "%}"
+    "<|other|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}";
+
 /* x: choices in whose place the end of the thinking goes. */
 static const struct ended {
     const char *name, *template; /* NULL: with channels */
@@ -721,6 +727,11 @@ static const struct ended {
      "xxxxxxxx"
      "A" RETURN,
      "<think>\n</think>A", -1},
+    {"a part of the content", tags_parts, THINK_AUTO, 1, 0,
+     "[THINK]H"
+     "xxxxxxxx"
+     "A" RETURN,
+     "[THINK]H[/THINK]A", 1},
     {"off, opened by the model", tags_close, THINK_OFF, -1, 0, "<think>Hm</think>A" RETURN, "<think>Hm</think>A", -1},
 };
 
@@ -920,6 +931,28 @@ static void test_think_named(void) {
     script_close(&x);
 }
 
+/* A template that takes thinking as a part of the content gets it so, from an answer and from a request. */
+static void test_think_parts(void) {
+    struct script_chat x;
+    struct tpl_text text = {0};
+    char err[ERR_MAX] = "", path[256];
+    snprintf(path, sizeof path, "%s/parts.jinja", test_dir());
+    write_test_file(path, tags_parts, strlen(tags_parts));
+    if (!script_open(&x, path)) return;
+    CHECK(script_turn(&x, "q", "[THINK]Hm.[/THINK]A" RETURN, -1) == TURN_DONE, "a turn");
+    CHECK_STR(x.said[0], "A\n", "hidden thinking");
+    json_t *m = json_pack("{ssssss}", "role", "assistant", "content", "B", "reasoning_content", "So.");
+    chat_push(&x.c, "user", "r", 1);
+    CHECK(!chat_push_json(&x.c, m, err) && !chat_render(&x.c, true, &text, err), "%s", err);
+    CHECK_STR((char *)sb_cstr(&text.s),
+              "user:q<|other|>assistant:[THINK]Hm.[/THINK]A<|other|>user:r<|other|>assistant:[THINK]So.[/THINK]B"
+              "<|other|>assistant:",
+              "the prompt");
+    json_decref(m);
+    text_free(&text);
+    script_close(&x);
+}
+
 /* A user's marks are text, and so are those that an answer spells, in the next prompt, too. */
 static void test_think_quoted(void) {
     static const char quoted[] = CHANNEL "final" MESSAGE "x" END START;
@@ -1022,7 +1055,7 @@ static void test_think_official(void) {
 #define TESTS_THINK                                                                                                    \
     {"think/streams", test_think_streams}, {"think/header", test_think_header}, {"think/styles", test_think_styles},   \
         {"think/formats", test_think_formats}, {"think/efforts", test_think_efforts}, {"think/tags", test_think_tags}, \
-        {"think/turns", test_think_turns}, {"think/named", test_think_named}, {"think/ended", test_think_ended},       \
-        {"think/ended-turns", test_think_ended_turns}, {"think/saved", test_think_saved},                              \
-        {"think/off", test_think_off}, {"think/quoted", test_think_quoted}, {"think/history", test_think_history},     \
-        {"think/official", test_think_official},
+        {"think/turns", test_think_turns}, {"think/named", test_think_named}, {"think/parts", test_think_parts},       \
+        {"think/ended", test_think_ended}, {"think/ended-turns", test_think_ended_turns},                              \
+        {"think/saved", test_think_saved}, {"think/off", test_think_off}, {"think/quoted", test_think_quoted},         \
+        {"think/history", test_think_history}, {"think/official", test_think_official},
