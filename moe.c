@@ -150,11 +150,11 @@
  *   Terminal: columns and word wrap                  140  columns of text; answers broken between words
  *   Keyboard                                         330  bytes of a terminal to keys
  *   Keys during a turn                               120  Ctrl-C and typing ahead while the model works
- *   Chat: formats of thinking                        160  tags, and messages with channels (harmony)
+ *   Chat: formats of thinking                        190  tags, and messages with channels
  *   Chat: forms of messages                          310  messages of requests and data sets as a template takes them
- *   Chat                                             280  messages, their rendering, their tokens
- *   Chat: messages                                   220  as JSON, as tokens
- *   Chat: printing an answer                         320  from tokens to the screen
+ *   Chat                                             330  messages, their rendering, their tokens
+ *   Chat: messages                                   230  as JSON, as tokens
+ *   Chat: printing an answer                         340  from tokens to the screen
  *   Chat: generation                                 550  turns
  *   Chat: saved conversations                        350  /save and /load
  *
@@ -16467,20 +16467,38 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
 }
 
 /* Special tokens that are control tokens whatever the file says; some files call them user-defined. `stop`: the token
- * ends a turn. Those are llama.cpp's and, for GLM, the tokens that begin the turn of someone else. The first one that a
- * vocabulary has is its eot, if the file names none. */
+ * ends a turn. Those are llama.cpp's and, for GLM and Inkling, the tokens that begin the turn of someone else. The first
+ * one that a vocabulary has is its eot, if the file names none. */
 static const struct {
     const char *text;
     bool stop;
 } known_control[] = {
-    {"<|eot_id|>", true},      {"<|im_end|>", true},      {"[e~[", true},
-    {"<|return|>", true},      {"<|call|>", true},        {"<|end|>", true},
-    {"<end_of_turn>", true},   {"<|eom_id|>", true},      {"<｜end▁of▁sentence｜>", true},
-    {"<|endoftext|>", true},   {"<|end_of_text|>", true}, {"[EOT]", true},
-    {"[EOS]", true},           {"<EOT>", true},           {"</s>", true},
-    {"<|user|>", true},        {"<|observation|>", true}, {"<|fim_pad|>", true},
-    {"<|repo_name|>", true},   {"<|file_sep|>", true},    {"<|fim_prefix|>", false},
-    {"<|fim_suffix|>", false}, {"<|fim_middle|>", false},
+    {"<|eot_id|>", true},
+    {"<|im_end|>", true},
+    {"[e~[", true},
+    {"<|return|>", true},
+    {"<|call|>", true},
+    {"<|end|>", true},
+    {"<end_of_turn>", true},
+    {"<|eom_id|>", true},
+    {"<｜end▁of▁sentence｜>", true},
+    {"<|endoftext|>", true},
+    {"<|end_of_text|>", true},
+    {"[EOT]", true},
+    {"[EOS]", true},
+    {"<EOT>", true},
+    {"</s>", true},
+    {"<|user|>", true},
+    {"<|observation|>", true},
+    {"<|fim_pad|>", true},
+    {"<|repo_name|>", true},
+    {"<|file_sep|>", true},
+    {"<|content_model_end_sampling|>", true},
+    {"<|message_user|>", true},
+    {"<|message_tool|>", true},
+    {"<|fim_prefix|>", false},
+    {"<|fim_suffix|>", false},
+    {"<|fim_middle|>", false},
 };
 
 /* Finds the tokens that end a turn, and eot. Needs v->eos. */
@@ -24358,39 +24376,66 @@ static void watch_end(void) {
 /* ============================================================================================================
  * Chat: formats of thinking
  *
- * Models mark what they think in one of two ways. Most write it between two tags in front of the answer. Those that
- * speak harmony (gpt-oss) write several messages in a turn, each with a header that names its channel:
+ * Models mark what they think in one of two ways. Most write it between two tags before the answer. Others write several
+ * messages in a turn, each with a header that names its channel. Those that speak harmony (gpt-oss) spell the channel,
+ * Inkling has a token for each:
  *
  *   <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
+ *   <|content_thinking|>thinking<|end_message|><|message_model|><|content_text|>answer<|end_message|>
  *
  * All that depends on the format is in one table. Tags are searched for in the text, because a model may spell them
  * with several tokens; the marks of channels are tokens, so that the same text in an answer is text.
  * ============================================================================================================ */
 
-/* The tokens of a format with channels. */
-enum channel_mark { MARK_START, MARK_CHANNEL, MARK_CONSTRAIN, MARK_MESSAGE, MARK_END, CHANNEL_MARKS };
-static const char *const channel_marks[] = {
-    [MARK_START] = "<|start|>",     [MARK_CHANNEL] = "<|channel|>", [MARK_CONSTRAIN] = "<|constrain|>",
-    [MARK_MESSAGE] = "<|message|>", [MARK_END] = "<|end|>",
+/* The tokens of a format with channels. A header ends with MARK_MESSAGE or, where one token names the channel, with one
+ * of those between MARK_THINKING and MARK_CALL. */
+enum channel_mark {
+    MARK_START,
+    MARK_CHANNEL,
+    MARK_CONSTRAIN,
+    MARK_MESSAGE,
+    MARK_THINKING,
+    MARK_TEXT,
+    MARK_CALL, /* the header is the tool that the message calls */
+    MARK_END,
+    CHANNEL_MARKS
 };
 
+/* A format with channels. */
+struct channels {
+    const char *mark[CHANNEL_MARKS]; /* NULL: it has none */
+    const char *turn;                /* the text with which a prompt ends */
+    bool named;                      /* one token names the channel; the end of an answer does not end the turn */
+};
+static const struct channels harmony = {.mark = {[MARK_START] = "<|start|>",
+                                                 [MARK_CHANNEL] = "<|channel|>",
+                                                 [MARK_CONSTRAIN] = "<|constrain|>",
+                                                 [MARK_MESSAGE] = "<|message|>",
+                                                 [MARK_END] = "<|end|>"},
+                                        .turn = "<|start|>assistant"};
+static const struct channels inkling = {.mark = {[MARK_START] = "<|message_model|>",
+                                                 [MARK_THINKING] = "<|content_thinking|>",
+                                                 [MARK_TEXT] = "<|content_text|>",
+                                                 [MARK_CALL] = "<|content_invoke_tool_json|>",
+                                                 [MARK_END] = "<|end_message|>"},
+                                        .turn = "<|message_model|>",
+                                        .named = true};
+
 /* clang-format off */
-/* The efforts are the reasoning_effort of a template that knows others than low, medium, high and max. */
 static const struct think_format {
     const char *mark;         /* what the source of a template with this format has; NULL: anything */
     const char *open, *close; /* the tags; NULL: messages with channels */
-    const char *effort_on, *effort_off, *effort_max; /* for --think on, off and max; NULL: as for other models */
+    const struct channels *channels;
+    const char *effort_off, *effort_max; /* reasoning_effort for --think off and max; NULL: see think_effort */
     const char *off; /* with --think off stands after the role of a prompt; NULL: the template alone does it */
     const char *mode_on, *mode_off; /* thinking_mode of the template; NULL: it has none */
     bool verbatim; /* newlines around the tags belong to what is between them; only a tag in front begins thinking */
 } think_formats[] = {
-    {.mark = "<|channel|>analysis", .effort_off = "low", .effort_max = "high", .off = "<|channel|>final<|message|>"},
+    {.mark = "<|channel|>analysis", .channels = &harmony, .effort_off = "low", .effort_max = "high",
+     .off = "<|channel|>final<|message|>"},
+    {.mark = "<|message_", .channels = &inkling, .off = "<|content_text|>"},
     {.mark = "｜DSML｜", .open = "<think>", .close = "</think>", .verbatim = true}, /* DeepSeek-V3.2 and V4 */
-    /* Hy3 */
-    {.mark = "'<think{}>'", .open = "<think:opensource>", .close = "</think:opensource>",
-     .effort_on = "high", .effort_off = "no_think", .effort_max = "high"},
-    {.mark = "'no_think'", .open = "<think>", .close = "</think>",
-     .effort_on = "high", .effort_off = "no_think", .effort_max = "high"},
+    {.mark = "'<think{}>'", .open = "<think:opensource>", .close = "</think:opensource>"}, /* Hy3 */
     {.mark = "<seed:think>", .open = "<seed:think>", .close = "</seed:think>"},
     /* MiniMax-M3 */
     {.mark = "<mm:think>", .open = "<mm:think>", .close = "</mm:think>", .mode_on = "enabled", .mode_off = "disabled"},
@@ -24401,12 +24446,16 @@ static const struct think_format {
 
 static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
 
-/* Sets id to the tokens of a format with channels, -1 for one that the vocabulary lacks. Returns whether it has those
- * that every message needs. */
-static bool channel_ids(const struct vocab *v, int32_t id[CHANNEL_MARKS]) {
-    for (int i = 0; i < CHANNEL_MARKS; i++)
-        id[i] = special_find(v, (struct gguf_str){channel_marks[i], strlen(channel_marks[i])});
-    return id[MARK_START] >= 0 && id[MARK_CHANNEL] >= 0 && id[MARK_MESSAGE] >= 0 && id[MARK_END] >= 0;
+/* Sets id to the tokens of a format with channels, -1 for one that the vocabulary or the format lacks. Returns whether
+ * the vocabulary has those that messages need. */
+static bool channel_ids(const struct channels *ch, const struct vocab *v, int32_t id[CHANNEL_MARKS]) {
+    bool all = true;
+    for (int i = 0; i < CHANNEL_MARKS; i++) {
+        const char *mark = ch->mark[i];
+        id[i] = mark ? special_find(v, (struct gguf_str){mark, strlen(mark)}) : -1;
+        all &= !mark || id[i] >= 0 || i == MARK_CONSTRAIN || i == MARK_CALL;
+    }
+    return all;
 }
 
 /* Finds the format of a template by its source (n). v: the vocabulary, which must have the tokens of channels, or
@@ -24414,17 +24463,8 @@ static bool channel_ids(const struct vocab *v, int32_t id[CHANNEL_MARKS]) {
 static const struct think_format *think_format_find(const char *source, size_t n, const struct vocab *v) {
     const struct think_format *f = think_formats;
     int32_t id[CHANNEL_MARKS];
-    while (f->mark && !(text_has(source, n, f->mark) && (f->open || !v || channel_ids(v, id)))) f++;
+    while (f->mark && !(text_has(source, n, f->mark) && (f->open || !v || channel_ids(f->channels, v, id)))) f++;
     return f;
-}
-
-/* The reasoning_effort that a template gets, or NULL. */
-static const char *think_effort(const struct think_format *f, enum think think) {
-    const char *own = NULL;
-    if (think == THINK_ON) own = f->effort_on;
-    if (think == THINK_OFF) own = f->effort_off;
-    if (think == THINK_MAX) own = f->effort_max;
-    return own || think < THINK_LOW ? own : think_names[think];
 }
 
 /* split_answer of a verbatim format: a text that begins with the tag, and the newline that printer_answer puts after
@@ -24483,6 +24523,7 @@ struct channel_header {
     char *text;     /* stb_ds: without the marks */
     size_t channel; /* where the channel begins in it; SIZE_MAX: there is none yet */
     bool bare;      /* it has no role: that is the prompt's */
+    bool named;     /* of a format that names channels by tokens: it is the name of a tool, or empty */
 };
 
 /* Finds the word of a header's text that begins with `start`, after it. Returns its length, 0: there is none. */
@@ -24508,7 +24549,7 @@ static enum message_kind header_kind(struct channel_header *h, const char **tool
     return n_channel == 10 && !memcmp(channel, "commentary", 10) && !*n ? MESSAGE_PREAMBLE : MESSAGE_ANSWER;
 }
 
-/* Whether what has been read of a header may go on as one. Behind the role of the prompt only a recipient may come
+/* Whether what has been read of a header may go on as one. After the role of the prompt only a recipient may come
  * before the channel: anything else is an answer without a header. */
 static bool header_may_be(const struct channel_header *h) {
     const size_t n = arrlenu(h->text);
@@ -24516,7 +24557,7 @@ static bool header_may_be(const struct channel_header *h) {
     while (at < n && strchr(" \n\r\t", h->text[at])) at++;
     while (at + k < n && k < 3 && h->text[at + k] == "to="[k]) k++;
     if (n > HEADER_MAX || memchr(h->text + at, '\n', n - at)) return false;
-    return !h->bare || h->channel != SIZE_MAX || at + k == n || k == 3;
+    return h->named || !h->bare || h->channel != SIZE_MAX || at + k == n || k == 3;
 }
 
 /* ============================================================================================================
@@ -24531,11 +24572,20 @@ struct message_forms {
     bool system;    /* messages of the role system */
     bool developer; /* messages of the role developer */
     bool parts;     /* content as a list of parts */
+    bool thoughts;  /* thinking as one of them, of the type thinking */
     bool none;      /* null as the content beside tool_calls */
     bool calls;     /* tool_calls */
 };
 
 #define FORM_MARK "\ue000" /* a private character, to be found again */
+
+/* Whether a source (n) has a word in quotes. */
+static bool source_quotes(const char *source, size_t n, const char *word) {
+    char single[32], quoted[32];
+    snprintf(single, sizeof single, "'%s'", word);
+    snprintf(quoted, sizeof quoted, "\"%s\"", word);
+    return text_has(source, n, single) || text_has(source, n, quoted);
+}
 
 /* Whether a template renders the messages, which are freed, so that the text of FORM_MARK comes out. vars: the other
  * variables. The text is appended to *out. */
@@ -24568,6 +24618,17 @@ static bool template_takes_none(const struct template *t, const json_t *vars) {
     return takes;
 }
 
+/* Whether a template with this source (n) takes thinking as a part of the content of an answer. */
+static bool template_takes_thoughts(const struct template *t, const char *source, size_t n, const json_t *vars) {
+    struct tpl_text out = {0};
+    json_t *messages = json_pack("[{ssss}{sss[{ssss}{ssss}]}{ssss}]", "role", "user", "content", "x", "role",
+                                 "assistant", "content", "type", "thinking", "thinking", FORM_MARK, "type", "text",
+                                 "text", "x", "role", "user", "content", "x");
+    const bool takes = template_shows(t, vars, messages, &out) && source_quotes(source, n, "thinking");
+    text_free(&out);
+    return takes;
+}
+
 /* Finds what a template with this source (n) takes. vars: its variables besides messages. A template that does not even
  * take one message of a user says nothing about a system message. */
 static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
@@ -24585,6 +24646,7 @@ static struct message_forms message_forms_find(const struct template *t, const c
     f.developer = template_shows(t, vars, with_developer, &developer) && text_has(source, n, "developer");
     f.parts = template_shows(t, vars, with_parts, &parts) && works && arrlen(parts.s) == arrlen(plain.s) &&
               !memcmp(parts.s, plain.s, arrlenu(plain.s));
+    f.thoughts = template_takes_thoughts(t, source, n, vars);
     f.none = f.calls && template_takes_none(t, vars);
     text_free(&plain);
     text_free(&parts);
@@ -24968,7 +25030,7 @@ static int chat_push_json(struct chat *c, const json_t *given, char *err) {
                           .more = m};
     const char *thinking = json_string_value(json_object_get(m, "reasoning_content"));
     if (thinking) msg.thinking = xstrdup(thinking);
-    if (thinking && !c->reasoning_key)
+    if (thinking && !c->reasoning_key && !c->forms.thoughts)
         note_once(
             "\"reasoning_content\" has no effect: the chat template does not read the thinking of earlier answers");
     json_object_del(m, "reasoning_content");
@@ -25045,11 +25107,45 @@ static bool template_strips(const char *source, size_t n, const char *close) {
     return text_has(source, n, single) || text_has(source, n, quoted);
 }
 
-/* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. */
-static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set,
-                             const struct think_format *f) {
+/* Whether a template renders a question with a reasoning_effort. vars: the other variables. */
+static bool effort_renders(const struct template *t, const json_t *vars, const char *effort) {
+    struct tpl_text out = {0};
+    json_t *with = json_copy((json_t *)vars);
+    json_object_set_new(with, "reasoning_effort", json_string(effort));
+    const bool renders = template_shows(t, with, json_pack("[{ssss}]", "role", "user", "content", FORM_MARK), &out);
+    json_decref(with);
+    text_free(&out);
+    return renders;
+}
+
+/* The reasoning_effort for a template with this source (n), or NULL. vars: its other variables. Templates know different
+ * efforts, and many refuse one that they do not know: then it is the nearest that they take. One that knows an effort
+ * without thinking may have that as its default, so that --think on asks for more. */
+static const char *think_effort(const struct template *t, const char *source, size_t n, const json_t *vars,
+                                const struct think_format *f, enum think think) {
+    static const char *const nearest[][4] = {
+        [THINK_ON] = {"high", "xhigh", "max"},      [THINK_LOW] = {"low", "minimal", "medium", "high"},
+        [THINK_MEDIUM] = {"medium", "high", "low"}, [THINK_HIGH] = {"high", "xhigh", "max"},
+        [THINK_MAX] = {"max", "xhigh", "high"},
+    };
+    const char *off = NULL;
+    if (think == THINK_AUTO || !text_has(source, n, "reasoning_effort")) return NULL;
+    if (source_quotes(source, n, "none")) off = "none";
+    if (source_quotes(source, n, "no_think")) off = "no_think";
+    if (think == THINK_OFF) return f->effort_off ? f->effort_off : off;
+    if (think == THINK_ON && !off) return NULL;
+    if (think == THINK_MAX && f->effort_max) return f->effort_max;
+    for (size_t i = 0; i < 4 && nearest[think][i]; i++)
+        if (effort_renders(t, vars, nearest[think][i])) return nearest[think][i];
+    return nearest[think][0];
+}
+
+/* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. t: the template with this
+ * source (stb_ds). */
+static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set, const struct template *t,
+                             const char *source, const struct think_format *f) {
     const enum think think = set->think;
-    const char *effort = think_effort(f, think), *mode = think == THINK_OFF ? f->mode_off : f->mode_on;
+    const char *mode = think == THINK_OFF ? f->mode_off : f->mode_on, *effort;
     json_object_set_new(vars, "tools", json_null());
     json_object_set_new(vars, "documents", json_null());
     if (m && m->vocab->n_tokens) {
@@ -25065,8 +25161,22 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     bool on = think != THINK_OFF;
     json_object_set_new(vars, "enable_thinking", json_boolean(on));
     json_object_set_new(vars, "thinking", json_boolean(on));
-    if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
     if (mode) json_object_set_new(vars, "thinking_mode", json_string(mode));
+    if (think >= THINK_LOW) { /* Nemotron-3 has a switch for an effort */
+        json_object_set_new(vars, "low_effort", json_boolean(think == THINK_LOW));
+        json_object_set_new(vars, "medium_effort", json_boolean(think == THINK_MEDIUM));
+    }
+    effort = think_effort(t, source, arrlenu(source), vars, f, think);
+    if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
+}
+
+/* Whether a prompt, with these variables besides messages, ends in an opening tag of thinking. */
+static bool template_opens(const struct chat *c, const json_t *vars) {
+    struct tpl_text out = {0};
+    const bool shown = template_shows(c->t, vars, json_pack("[{ssss}]", "role", "user", "content", FORM_MARK), &out);
+    const bool opens = shown && prompt_opens_think(c->format, &out);
+    text_free(&out);
+    return opens;
 }
 
 /* Starts a conversation with --system as its first message, if given. Returns 0, or -1 with a message; free it in both
@@ -25083,9 +25193,9 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     c->format = think_format_find(c->source, n, m ? m->vocab : NULL);
     c->reasoning_key = reasoning_key(c->source, n);
     c->strips_reasoning = c->format->close && template_strips(c->source, n, c->format->close);
-    chat_common_vars(vars, m, set, c->format);
+    chat_common_vars(vars, m, set, c->t, c->source, c->format);
     if (set->think != THINK_AUTO && !c->format->off && !template_reads(c, "thinking") &&
-        !template_reads(c, "reasoning_effort"))
+        !template_reads(c, "reasoning_effort") && !(set->think == THINK_OFF && template_opens(c, vars)))
         note_once("--think has no effect: the chat template does not read it");
     c->forms = message_forms_find(c->t, c->source, n, vars);
     json_decref(vars);
@@ -25119,13 +25229,13 @@ static const char *message_answer(const struct chat *c, const struct message *ms
     return split_answer(c->format, msg->content, think, n);
 }
 
-/* The templates of formats with channels refuse an answer that quotes <|channel|>. A private character in it, which
- * quotes_restore takes out of the rendered text, lets the quotation pass. */
+/* Templates of harmony refuse an answer that quotes <|channel|>. A private character in it, which quotes_restore takes
+ * out of the rendered text, lets the quotation pass. */
 #define QUOTED_CHANNEL "<|channel\ue000|>"
 
 /* Returns text (n) of a message as JSON; channels: of such a format. */
 static json_t *message_json(const char *s, size_t n, bool channels) {
-    const char *mark = channel_marks[MARK_CHANNEL], *hit;
+    const char *mark = harmony.mark[MARK_CHANNEL], *hit;
     char *quoted = NULL;
     if (!channels || !text_has(s, n, mark)) return json_stringn(s, n);
     for (; (hit = memmem(s, n, mark, strlen(mark))); n -= (size_t)(hit - s) + strlen(mark), s = hit + strlen(mark)) {
@@ -25154,7 +25264,7 @@ static void quotes_restore(struct tpl_text *t) {
     arrsetlen(t->origin, k);
 }
 
-/* Returns a message as the template expects it: the thinking beside content, inside of it, or left out. */
+/* Returns a message as the template expects it: the thinking beside content, inside of it, a part of it, or left out. */
 static json_t *chat_message_json(const struct chat *c, const struct message *msg) {
     const char *think, *answer;
     size_t n;
@@ -25162,10 +25272,14 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     const bool channels = !c->format->open && !strcmp(msg->role, "assistant");
     answer = message_answer(c, msg, &think, &n);
     const char *content = c->reasoning_key || !c->strips_reasoning ? answer : msg->content;
+    const bool thought = msg->thinking || answer != msg->content;
     json_object_set_new(o, "role", json_string(msg->role));
-    json_object_set_new(o, "content", message_json(content, strlen(content), channels));
-    if (c->reasoning_key && (msg->thinking || answer != msg->content))
-        json_object_set_new(o, c->reasoning_key, message_json(think, n, channels));
+    if (thought && !c->reasoning_key && c->forms.thoughts)
+        json_object_set_new(o, "content",
+                            json_pack("[{ssso}{ssss}]", "type", "thinking", "thinking", json_stringn(think, n), "type",
+                                      "text", "text", answer));
+    else json_object_set_new(o, "content", message_json(content, strlen(content), channels));
+    if (thought && c->reasoning_key) json_object_set_new(o, c->reasoning_key, message_json(think, n, channels));
     json_object_update(o, msg->more);
     return o;
 }
@@ -25204,7 +25318,7 @@ static int chat_render(const struct chat *c, bool answer, struct tpl_text *out, 
     json_t *vars = json_object(), *list = chat_messages_json(c);
     json_object_set_new(vars, "messages", list);
     json_object_set_new(vars, "add_generation_prompt", json_boolean(answer));
-    chat_common_vars(vars, c->m, c->set, c->format);
+    chat_common_vars(vars, c->m, c->set, c->t, c->source, c->format);
     const bool calls = calls_convert(list, false);
     int rc = template_render_data(c->t, vars, c->vars, out, err);
     if (rc == -1 && calls) { /* it puts the text of the arguments together */
@@ -25216,7 +25330,7 @@ static int chat_render(const struct chat *c, bool answer, struct tpl_text *out, 
     json_decref(vars);
     if (rc == -2) roles_report(c, err);
     if (!rc && !c->format->open) quotes_restore(out);
-    if (!rc && answer && c->set->think == THINK_OFF && c->format->off && text_ends(out, "<|start|>assistant")) {
+    if (!rc && answer && c->set->think == THINK_OFF && c->format->off && text_ends(out, c->format->channels->turn)) {
         const size_t n = strlen(c->format->off);
         sb_put(&out->s, c->format->off, n);
         memset(arraddnptr(out->origin, n), ORIGIN_TEMPLATE, n);
@@ -25360,7 +25474,7 @@ struct printer {
     char **held;      /* stb_ds: takes what is printed; NULL: stdout does */
     /* of a format with channels */
     bool channels;
-    int32_t mark[CHANNEL_MARKS];  /* the tokens of channel_marks */
+    int32_t mark[CHANNEL_MARKS];  /* the tokens of the format's marks */
     char *thought, *piece, *tool; /* stb_ds: the thinking; scratch; the tool that the last message calls */
     struct channel_header header;
     bool in_header; /* what comes belongs to the header */
@@ -25505,6 +25619,13 @@ static void channel_message(struct printer *p) {
     channel_begin(p, kind);
 }
 
+/* Ends a header of which a token names the channel. */
+static void channel_named(struct printer *p, enum channel_mark mark) {
+    arrsetlen(p->tool, 0);
+    if (mark == MARK_CALL) sb_put(&p->tool, p->header.text, arrlenu(p->header.text));
+    channel_begin(p, mark == MARK_THINKING ? MESSAGE_THINKING : MESSAGE_ANSWER);
+}
+
 /* Takes a token. */
 static void channel_token(struct printer *p, int32_t id) {
     int mark = 0;
@@ -25513,10 +25634,12 @@ static void channel_token(struct printer *p, int32_t id) {
     else detok_end(&p->detok, &p->piece);
     p->think_tokens += p->thinking && mark == CHANNEL_MARKS;
     channel_piece(p);
-    if (mark == MARK_START || mark == MARK_END) channel_open(p, mark == MARK_END);
-    if (mark == MARK_CHANNEL && !p->in_header) channel_open(p, true);
+    const bool names = mark >= MARK_THINKING && mark <= MARK_CALL;
+    if (mark == MARK_START || mark == MARK_END) channel_open(p, mark == MARK_END || p->header.named);
+    if ((mark == MARK_CHANNEL || names) && !p->in_header) channel_open(p, true);
     if (mark == MARK_CHANNEL || (mark == MARK_CONSTRAIN && p->in_header)) sb_puts(&p->header.text, " ");
     if (mark == MARK_CHANNEL) p->header.channel = arrlenu(p->header.text);
+    if (names) channel_named(p, mark);
     if (mark == MARK_MESSAGE && p->in_header) channel_message(p);
     if (p->thinking && !p->show) printer_hidden(p, false);
 }
@@ -25551,7 +25674,7 @@ static void channel_end(struct printer *p) {
 
 /* Whether a token ends the turn as the end of its last message. */
 static bool channel_stops(const struct printer *p, int32_t id) {
-    return p->channels && id == p->mark[MARK_END] && !p->in_header && p->last_one;
+    return p->channels && id == p->mark[MARK_END] && !p->in_header && p->last_one && !p->header.named;
 }
 
 /* ---- tags ---- */
@@ -25645,7 +25768,10 @@ static struct printer printer_make(const struct chat *c, bool thinking, bool ver
                         .ends_line = !verbatim || term.out_tty || c->set->lines,
                         .start = now_seconds(),
                         .channels = !verbatim && c->format && !c->format->open};
-    channel_ids(p.v, p.mark);
+    if (p.channels) {
+        channel_ids(c->format->channels, p.v, p.mark);
+        p.header.named = c->format->channels->named;
+    }
     return p;
 }
 
@@ -25689,13 +25815,15 @@ static bool answer_stops(const struct chat *c, struct printer *p, size_t from) {
     return true;
 }
 
-/* Whether the thinking, which p is in, has to end now: Ctrl-T, or --think-budget. Not within a character. */
+/* Whether the thinking, which p is in, has to end now: Ctrl-T, --think-budget, or --think off, with which some templates
+ * begin it all the same. Not within a character. */
 static bool thinking_ends(const struct chat *c, const struct printer *p, struct turn_stats *st) {
     const int budget = c->set->think_budget;
-    const bool asked = watch.answer_now, spent = budget >= 0 && p->think_tokens >= budget;
-    if (!p->thinking || p->detok.n || (!asked && !spent)) return false;
+    const bool off = c->set->think == THINK_OFF && c->answer_opens, asked = !off && watch.answer_now;
+    const bool spent = budget >= 0 && p->think_tokens >= budget;
+    if (!p->thinking || p->detok.n || (!asked && !spent && !off)) return false;
     watch.answer_now = false;
-    st->think_end = asked ? THINK_END_KEY : THINK_END_BUDGET;
+    st->think_end = off ? THINK_END_NONE : asked ? THINK_END_KEY : THINK_END_BUDGET;
     st->think_tokens = p->think_tokens;
     return true;
 }
@@ -25704,7 +25832,7 @@ static bool thinking_ends(const struct chat *c, const struct printer *p, struct 
  * and answer to *after; with channels *before stays empty. False: it writes no thinking. */
 static bool thinking_frame(const struct chat *c, char **before, char **after) {
     static const char thought[] = "\ue000", answer[] = "\ue001"; /* private characters, to be found again */
-    const char *open = c->format->open, *close = open ? c->format->close : channel_marks[MARK_END];
+    const char *open = c->format->open, *close = open ? c->format->close : c->format->channels->mark[MARK_END];
     struct chat probe = *c;
     struct tpl_text text = {0};
     char err[ERR_MAX];
@@ -25743,7 +25871,7 @@ static void thinking_end(const struct chat *c, const struct printer *p, int32_t 
         arrsetlen(before, 0);
         arrsetlen(after, 0);
         if (f->open) sb_printf(&after, newline ? "\n%s\n\n" : "%s", f->close);
-        else sb_printf(&after, "%s%sassistant%s", channel_marks[MARK_END], channel_marks[MARK_START], f->off);
+        else sb_printf(&after, "%s%s%s", f->channels->mark[MARK_END], f->channels->turn, f->off);
     }
     if (!p->think_tokens && !c->answer_opens) sb_put(&all, before, arrlenu(before)); /* the model wrote the tag alone */
     /* newlines at the end of the thinking are among those before the tag */
@@ -30901,7 +31029,7 @@ static int mode_render(struct engine *e) {
     if (!json_is_object(given))
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : why.text, given ? 1 : why.line);
     if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now"))) die("\"now\" is not a string");
-    chat_common_vars(vars, m, set, think_format_find(source, arrlenu(source), m ? m->vocab : NULL));
+    chat_common_vars(vars, m, set, t, source, think_format_find(source, arrlenu(source), m ? m->vocab : NULL));
     const struct message_forms forms = message_forms_find(t, source, arrlenu(source), vars);
     json_object_update(vars, given);
     if (render_parts(&forms, json_object_get(vars, "messages"), err)) die("%s", err);

@@ -123,7 +123,7 @@ static const struct pre_tokenizer {
      .expr = {CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "|" LINES_BLANKS},
      .hf = {CONTRACTION HF_LETTERS "\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\\r\\n]+" HF_SPACES}},
     {.names = "tekken", .ignore_merges = true, .add_bos = true, .expr = {TEKKEN}, .hf = {HF_TEKKEN}},
-    {.names = "gpt-4o llama4 kanana2 talkie minimax-m2",
+    {.names = "gpt-4o llama4 kanana2 talkie minimax-m2 inkling inkling2",
      .expr = {CASED(UPPER, LOWER) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS},
      .hf = {HF_CASED(HF_UPPER, HF_LOWER) "[\\r\\n/]*" HF_SPACES}},
     {.names = "kimi-k2", .ignore_merges = true,

@@ -1,10 +1,11 @@
 /* The chat template: renderings of jinja2, the origin of every byte, errors and limits.
  *
- * tests/golden/templates has the template of the demo model and four that have in them what those of released families
- * need: channels, tags that are put together, tools as elements, turns that alternate. cases.jsonl has conversations with
- * what jinja2 3.1.6 makes of them (tests/oracle/gen_templates.py), snippets.jsonl small templates, the variables in its
- * first line. language.jsonl has the names of jinja2's filters, tests, globals, loop variables and statements and of the
- * methods of Python's types, and a template for each; refused_names has those that are refused. */
+ * tests/golden/templates has the template of the demo model and five that have in them what those of released families
+ * need: channels, tags that are put together, tools as elements, turns that alternate, messages of typed parts.
+ * cases.jsonl has conversations with what jinja2 3.1.6 makes of them (tests/oracle/gen_templates.py), snippets.jsonl
+ * small templates, the variables in its first line. language.jsonl has the names of jinja2's filters, tests, globals,
+ * loop variables and statements and of the methods of Python's types, and a template for each; refused_names has those
+ * that are refused. */
 
 /* Renders src; the text, or NULL with a message. *rc is that of template_render, or -3 if the source was refused. */
 static char *render_text(const char *src, size_t n, const json_t *vars, struct tpl_text *out, int *rc, char *err) {
@@ -188,9 +189,9 @@ static void golden_templates(const char *dir, int cases, void (*check)(const jso
     arrfree(g.source);
 }
 
-static void test_template_demo(void) { golden_templates("tests/golden/templates", 125, check_case); }
+static void test_template_demo(void) { golden_templates("tests/golden/templates", 156, check_case); }
 
-static void test_template_demo_origin(void) { golden_templates("tests/golden/templates", 125, check_case_origin); }
+static void test_template_demo_origin(void) { golden_templates("tests/golden/templates", 156, check_case_origin); }
 
 static void test_template_official(void) {
     const char *dir = shared_path("golden/templates");

@@ -1,4 +1,4 @@
-/* Formats of thinking: what is shown, kept and sent again of answers with channels (harmony) and with tags. */
+/* Formats of thinking: what is shown, kept and sent again of answers with channels (harmony, Inkling) and with tags. */
 
 #define START    "<|start|>"
 #define CHANNEL  "<|channel|>"
@@ -10,12 +10,22 @@
 #define FINAL    CHANNEL "final" MESSAGE
 #define NEXT     END START "assistant"
 
+/* Inkling's */
+#define MODEL   "<|message_model|>"
+#define THOUGHT "<|content_thinking|>"
+#define TEXT    "<|content_text|>"
+#define INVOKE  "<|content_invoke_tool_json|>"
+#define DONE    "<|end_message|>"
+#define STOP    "<|content_model_end_sampling|>"
+
 /* ---- what is printed ---- */
 
 /* A vocabulary of bytes, the marks of channels, and some words. */
 static bool think_vocab(struct test_vocab *t) {
     static const char *const marks[] = {"<|constrain|>", START, CHANNEL, MESSAGE, END, RETURN, CALL, "<|other|>"};
     static const char *const words[] = {"assistant", "analysis", "final", "commentary", " to=", "functions"};
+    static const char *const named[] = {
+        MODEL, THOUGHT, TEXT, INVOKE, DONE, STOP, "<|message_user|>", "<|message_system|>"};
     *t = test_vocab_begin("gpt-4o");
     test_merge(t, "x", "y");
     for (size_t i = 0; i < sizeof marks / sizeof *marks; i++) test_add(t, marks[i], TOKEN_CONTROL);
@@ -24,6 +34,7 @@ static bool think_vocab(struct test_vocab *t) {
         test_alphabet(&spelt, words[i], strlen(words[i]));
         test_token(t, spelt, TOKEN_NORMAL);
     }
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) test_add(t, named[i], TOKEN_CONTROL);
     gguf_put_u32(&t->w, "tokenizer.ggml.eos_token_id", 263); /* <|return|> */
     return test_vocab_ready(t);
 }
@@ -127,6 +138,28 @@ static const struct stream {
     {"a prompt without marks", "Q:", "A" END, "A", "", NULL, NULL, NULL, 1},
 };
 
+static const struct stream named_streams[] = {
+    {"as it should be", MODEL, THOUGHT "Hm \303\251." DONE MODEL TEXT " Hi *\303\251*\n" DONE STOP, " Hi *\303\251*\n",
+     "Hm \303\251.", "Hi *\303\251*\n", "[thinking]\nHm \303\251.\n[answer]\nHi *\303\251*\n", NULL, 1},
+    {"no thinking", MODEL, TEXT "A" DONE STOP "x", "A", "", NULL, NULL, NULL, 2},
+    {"two thoughts", MODEL, THOUGHT "a" DONE MODEL THOUGHT "b\n" DONE MODEL TEXT "c" DONE STOP, "c", "a\n\nb\n", "c\n",
+     "[thinking]\na\n\nb\n[answer]\nc\n", NULL, 1},
+    {"thinking between answers", MODEL, TEXT "A" DONE MODEL THOUGHT "t" DONE MODEL TEXT "B" DONE STOP, "A\n\nB", "t",
+     "A\n\nB\n", "A\n[thinking]\nt\n[answer]\nB\n", NULL, 1},
+    {"messages without their ends", MODEL, THOUGHT "t" TEXT "A" MODEL TEXT "B" STOP, "A\n\nB", "t", "A\n\nB\n",
+     "[thinking]\nt\n[answer]\nA\n\nB\n", NULL, 1},
+    {"a prompt that begins the answer", "<|message_user|>" TEXT "q" DONE MODEL TEXT, "A" DONE STOP, "A", "", NULL, NULL,
+     NULL, 1},
+    {"a prompt that begins the thinking", MODEL THOUGHT "so", "t" DONE MODEL TEXT "A" STOP, "A", "t", "A\n",
+     "[thinking]\nt\n[answer]\nA\n", NULL, 1},
+    {"no marks", MODEL, "Hello there", "Hello there", "", NULL, NULL, NULL, 0},
+    {"no thought", MODEL, THOUGHT DONE MODEL TEXT "A" STOP, "A", "", NULL, NULL, NULL, 1},
+    {"someone else's turn", MODEL, TEXT "A" DONE "<|message_user|>" TEXT "x", "A", "", NULL, NULL, NULL, 3},
+    {"marks of harmony and marks that are spelt", MODEL, TEXT "a" ANALYSIS "<\\|end_message\\|></think>" STOP,
+     "a" ANALYSIS "<|end_message|></think>", "", NULL, NULL, NULL, 1},
+    {"nothing", MODEL, "", "", "", "\n", "\n", NULL, 0},
+};
+
 /* Length of n bytes without U+FFFD and line ends at their end. */
 static size_t think_trimmed(const char *s, size_t n) {
     for (;;)
@@ -183,17 +216,27 @@ static void test_think_streams(void) {
     if (think_vocab(&t))
         for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
             for (int words = 0; words < 2; words++) check_stream(&c, &streams[i], words);
+    c.format = think_format_find(MODEL, strlen(MODEL), &t.v);
+    if (CHECK(!c.format->open && c.format != think_formats, "the format of Inkling"))
+        for (size_t i = 0; i < sizeof named_streams / sizeof *named_streams; i++)
+            for (int words = 0; words < 2; words++) check_stream(&c, &named_streams[i], words);
     test_vocab_end(&t);
 }
 
-/* What is too long is no header. */
+/* What is too long is no header, nor what has lines. */
 static void test_think_header(void) {
-    struct channel_header h = {.channel = 1};
+    struct channel_header spelt = {.channel = 1}, named = {.channel = SIZE_MAX, .bare = true, .named = true};
     for (int n = 1; n < 300; n++) {
-        arrput(h.text, 'x');
-        CHECK(header_may_be(&h) == (n <= 256), "a header of %d bytes", n);
+        arrput(spelt.text, 'x');
+        arrput(named.text, 'x');
+        CHECK(header_may_be(&spelt) == (n <= 256), "a header of %d bytes", n);
+        CHECK(header_may_be(&named) == (n <= 256), "a name of %d bytes", n);
     }
-    arrfree(h.text);
+    arrsetlen(named.text, 0);
+    sb_puts(&named.text, "x\n");
+    CHECK(!header_may_be(&named), "a name of two lines");
+    arrfree(spelt.text);
+    arrfree(named.text);
 }
 
 /* On a terminal thinking is dim; in raw modes every byte is printed. */
@@ -235,20 +278,20 @@ static void test_think_styles(void) {
 
 static void test_think_formats(void) {
     static const struct {
-        const char *source, *open, *effort[3]; /* for --think on, off, max */
-        const char *mode[2];                   /* thinking_mode for --think on, off */
+        const char *source, *open;
+        const char *mode[2]; /* thinking_mode for --think on, off */
     } known[] = {
-        {"{{ '<|start|>assistant" ANALYSIS "' }}", NULL, {NULL, "low", "high"}, {NULL}},
-        {"{{ '<think{}>'.format(x) }} {{ 'no_think' }}", "<think:opensource>", {"high", "no_think", "high"}, {NULL}},
-        {"{% set effort = 'no_think' %}<think>", "<think>", {"high", "no_think", "high"}, {NULL}},
-        {"<seed:think></seed:think>", "<seed:think>", {NULL, NULL, "max"}, {NULL}},
-        {"'<mm:think>'", "<mm:think>", {NULL, NULL, "max"}, {"enabled", "disabled"}},
-        {"[THINK]{{ x }}[/THINK]", "[THINK]", {NULL, NULL, "max"}, {NULL}},
-        {"<think>/no_think", "<think>", {NULL, NULL, "max"}, {NULL}},
-        {"<think>｜DSML｜", "<think>", {NULL, NULL, "max"}, {NULL}},
-        {"plain", "<think>", {NULL, NULL, "max"}, {NULL}},
+        {"{{ '<|start|>assistant" ANALYSIS "' }}", NULL, {NULL}},
+        {"{{ '" MODEL THOUGHT "' }}", NULL, {NULL}},
+        {"{{ '<think{}>'.format(x) }} {{ 'no_think' }}", "<think:opensource>", {NULL}},
+        {"{% set effort = 'no_think' %}<think>", "<think>", {NULL}},
+        {"<seed:think></seed:think>", "<seed:think>", {NULL}},
+        {"'<mm:think>'", "<mm:think>", {"enabled", "disabled"}},
+        {"[THINK]{{ x }}[/THINK]", "[THINK]", {NULL}},
+        {"<think>/no_think", "<think>", {NULL}},
+        {"<think>｜DSML｜", "<think>", {NULL}},
+        {"plain", "<think>", {NULL}},
     };
-    static const enum think modes[] = {THINK_ON, THINK_OFF, THINK_MAX};
     struct test_vocab t, none = test_vocab_begin("gpt-4o");
     test_merge(&none, "x", "y");
     if (think_vocab(&t) && test_vocab_ready(&none)) {
@@ -257,23 +300,18 @@ static void test_think_formats(void) {
             const struct think_format *f = think_format_find(known[i].source, n, &t.v);
             CHECK(!f->open == !known[i].open && (!f->open || !strcmp(f->open, known[i].open)), "%s", known[i].source);
             for (int k = 0; k < 3; k++) {
-                const char *got = think_effort(f, modes[k]), *want = known[i].effort[k];
-                CHECK(!got == !want && (!got || !strcmp(got, want)), "%s: %s", known[i].source, got ? got : "none");
-            }
-            for (int k = 0; k < 3; k++) {
                 const struct settings set = {.think = (enum think[]){THINK_ON, THINK_OFF, THINK_AUTO}[k]};
                 const char *want = k < 2 ? known[i].mode[k] : NULL;
                 json_t *vars = json_object();
-                chat_common_vars(vars, NULL, &set, f);
+                chat_common_vars(vars, NULL, &set, NULL, NULL, f);
                 const char *got = json_string_value(json_object_get(vars, "thinking_mode"));
                 CHECK(!got == !want && (!got || !strcmp(got, want)), "%s: mode %s", known[i].source,
                       got ? got : "none");
                 json_decref(vars);
             }
-            CHECK_STR(think_effort(f, THINK_MEDIUM), "medium", "%s", known[i].source);
-            CHECK(!think_effort(f, THINK_AUTO), "%s", known[i].source);
         }
         CHECK_STR(think_format_find(ANALYSIS, strlen(ANALYSIS), &none.v)->open, "<think>", "without the tokens");
+        CHECK_STR(think_format_find(MODEL, strlen(MODEL), &none.v)->open, "<think>", "without the tokens");
         CHECK(!think_format_find(ANALYSIS, strlen(ANALYSIS), NULL)->open, "without a vocabulary");
     }
     test_vocab_end(&t);
@@ -285,6 +323,51 @@ static void test_think_formats(void) {
     CHECK(template_strips("c.split('</think>')[-1]", 23, "</think>"), "single quotes");
     CHECK(template_strips("c.split(\"</think>\", 1)", 22, "</think>"), "double quotes");
     CHECK(!template_strips("{{ '<think></think>' }}", 23, "</think>"), "printed alone");
+}
+
+/* The effort that a template is given for each --think: its own names, the nearest of those that it takes, or none. */
+static void test_think_efforts(void) {
+#define TAKES(efforts)                                                                             \
+    "{% if reasoning_effort not in " efforts " %}{{ raise_exception('effort') }}{% endif %}" /* */ \
+    "{{ messages[0].content }}"
+    static const struct {
+        const char *source;
+        const char *want[7]; /* as enum think */
+    } known[] = {
+        {"{{ messages[0].content }}", {NULL}},
+        {"{{ reasoning_effort }}{{ messages[0].content }}", {NULL, NULL, NULL, "low", "medium", "high", "max"}},
+        {"{{ '" ANALYSIS "' ~ reasoning_effort ~ messages[0].content }}",
+         {NULL, NULL, "low", "low", "medium", "high", "high"}},
+        {TAKES("['low', 'medium', 'xhigh']"), {NULL, NULL, NULL, "low", "medium", "xhigh", "xhigh"}},
+        {TAKES("('no_think', 'low', 'high')"), {NULL, "high", "no_think", "low", "high", "high", "high"}},
+        {TAKES("[\"none\", \"high\"]"), {NULL, "high", "none", "high", "high", "high", "high"}},
+        {TAKES("['low', 'max']"), {NULL, NULL, NULL, "low", "low", "max", "max"}},
+        {TAKES("['none', 'much']"), {NULL, "high", "none", "low", "medium", "high", "max"}},
+    };
+#undef TAKES
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        char err[ERR_MAX] = "", *source = NULL;
+        const size_t n = strlen(known[i].source);
+        struct template *t = template_parse(known[i].source, n, err);
+        sb_puts(&source, known[i].source);
+        for (int think = THINK_AUTO; CHECK(t, "%s", err) && think <= THINK_MAX; think++) {
+            const struct settings set = {.think = (enum think)think};
+            json_t *vars = json_object();
+            chat_common_vars(vars, NULL, &set, t, source, think_format_find(known[i].source, n, NULL));
+            const char *got = json_text(vars, "reasoning_effort"), *want = known[i].want[think];
+            CHECK(!got == !want && (!got || !strcmp(got, want)), "%s, --think %s: %s", known[i].source,
+                  think_names[think], got ? got : "none");
+            CHECK(json_is_true(json_object_get(vars, "low_effort")) == (think == THINK_LOW) &&
+                      json_is_true(json_object_get(vars, "medium_effort")) == (think == THINK_MEDIUM),
+                  "switches for --think %s", think_names[think]);
+            CHECK(!json_object_get(vars, "enable_thinking") == !think &&
+                      json_is_false(json_object_get(vars, "enable_thinking")) == (think == THINK_OFF),
+                  "enable_thinking for --think %s", think_names[think]);
+            json_decref(vars);
+        }
+        template_free(t);
+        arrfree(source);
+    }
 }
 
 /* An answer without thinking that begins with a closing tag, alone or after blanks; and what only looks like one. Catches
@@ -539,6 +622,12 @@ static const char tags_close[] =
 static const char tags_lost[] = TAGS_TEMPLATE("", "<think>{{ '\\n' }}");
 static const char tags_tight[] = TAGS_TEMPLATE("", "<think>");
 
+static const char tags_parts[] =
+    "{%- for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+    "{% if b.type == 'thinking' %}[THINK]{{ b.thinking }}[/THINK]{% else %}{{ b.text }}{% endif %}{% endfor %}{% endif "
+    "%}"
+    "<|other|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}";
+
 /* x: choices in whose place the end of the thinking goes. */
 static const struct ended {
     const char *name, *template; /* NULL: with channels */
@@ -625,11 +714,25 @@ static const struct ended {
      "xxxxxxxxxxx"
      "A" RETURN,
      "<think>\n\n</think>\n\nA", 0},
+    {"off, which the template leaves open", tags_lost, THINK_OFF, -1, 0,
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\n\n</think>\n\nA", -1},
     {"dropped, without newlines", tags_tight, THINK_ON, 2, 0,
      "Hm"
      "xxxxxxxx"
      "A" RETURN,
      "<think>\nHm</think>A", 2},
+    {"off, without newlines", tags_tight, THINK_OFF, -1, 0,
+     "xxxxxxxx"
+     "A" RETURN,
+     "<think>\n</think>A", -1},
+    {"a part of the content", tags_parts, THINK_AUTO, 1, 0,
+     "[THINK]H"
+     "xxxxxxxx"
+     "A" RETURN,
+     "[THINK]H[/THINK]A", 1},
+    {"off, opened by the model", tags_close, THINK_OFF, -1, 0, "<think>Hm</think>A" RETURN, "<think>Hm</think>A", -1},
 };
 
 /* A turn whose thinking is ended: its message, what is said of it, and the tokens of the session. */
@@ -774,6 +877,82 @@ static void test_think_off(void) {
     script_close(&x);
 }
 
+/* A chat whose template has a token for each channel: the efforts, the prompt, its tokens in the cache, a tool, and the
+ * end of a thinking in the template's words. */
+static void test_think_named(void) {
+    static const char typed[] = "tests/golden/templates/typed.jinja", system[] = "<|message_system|>" TEXT "Effort: ";
+    static const char question[] = DONE "<|message_user|>" TEXT "q" DONE;
+    struct script_chat x;
+    struct tpl_text text = {0};
+    char err[ERR_MAX] = "", want[512];
+    if (!script_open(&x, typed)) return;
+    CHECK(script_turn(&x, "q", THOUGHT "Hm." DONE MODEL TEXT "A" DONE STOP, -1) == TURN_DONE, "a turn");
+    check_answer(&x, "A", "Hm.");
+    CHECK(x.c.last.why == STOP_END && scripted.at == (int)arrlen(scripted.ids), "the end");
+    CHECK_STR(x.said[0], "A\n", "hidden thinking");
+    const int n_past = x.s.n_past;
+    CHECK(script_turn(&x, "r", TEXT "B" DONE STOP, -1) == TURN_DONE, "a second turn");
+    CHECK(x.c.last.n_cached == n_past && x.c.last.n_prompt == 6, "%d of %d tokens in the cache, %d more",
+          x.c.last.n_cached, n_past, x.c.last.n_prompt);
+    snprintf(want, sizeof want,
+             "%s0.75%s" MODEL THOUGHT "Hm." DONE MODEL TEXT "A" DONE STOP "%sr" DONE MODEL TEXT "B" DONE STOP, system,
+             question, "<|message_user|>" TEXT);
+    CHECK(!chat_render(&x.c, false, &text, err), "%s", err);
+    CHECK_STR((char *)sb_cstr(&text.s), want, "the conversation");
+    text_free(&text);
+
+    x.set.think_budget = 2;
+    CHECK(script_turn(&x, NULL,
+                      THOUGHT "Hmxxx"
+                              "C" DONE STOP,
+                      -1) == TURN_DONE,
+          "a budget");
+    check_answer(&x, "C", "Hm");
+    x.set.think_budget = -1;
+    CHECK(script_turn(&x, NULL, "f" INVOKE "{}" DONE STOP, -1) == TURN_DONE, "a call");
+    check_answer(&x, "{}", "");
+    CHECK_HAS(x.said[1], "[the model called 'f', but there are no tools]", "a call");
+
+    static const char *const amounts[] = {"0.75", "0.75", "0", "0.25", "0.5", "0.75", "0.75"};
+    for (int think = THINK_AUTO; think <= THINK_MAX; think++) {
+        chat_clear(&x.c);
+        chat_push(&x.c, "user", "q", 1);
+        x.set.think = (enum think)think;
+        snprintf(want, sizeof want, "%s%s%s" MODEL "%s", system, amounts[think], question,
+                 think == THINK_OFF ? TEXT : "");
+        CHECK(!chat_render(&x.c, true, &text, err), "%s", err);
+        CHECK_STR((char *)sb_cstr(&text.s), want, "--think %s", think_names[think]);
+        text_free(&text);
+    }
+    x.set.think = THINK_OFF;
+    chat_clear(&x.c);
+    CHECK(script_turn(&x, "q", "A" DONE STOP, -1) == TURN_DONE, "off");
+    check_answer(&x, "A", "");
+    script_close(&x);
+}
+
+/* A template that takes thinking as a part of the content gets it so, from an answer and from a request. */
+static void test_think_parts(void) {
+    struct script_chat x;
+    struct tpl_text text = {0};
+    char err[ERR_MAX] = "", path[256];
+    snprintf(path, sizeof path, "%s/parts.jinja", test_dir());
+    write_test_file(path, tags_parts, strlen(tags_parts));
+    if (!script_open(&x, path)) return;
+    CHECK(script_turn(&x, "q", "[THINK]Hm.[/THINK]A" RETURN, -1) == TURN_DONE, "a turn");
+    CHECK_STR(x.said[0], "A\n", "hidden thinking");
+    json_t *m = json_pack("{ssssss}", "role", "assistant", "content", "B", "reasoning_content", "So.");
+    chat_push(&x.c, "user", "r", 1);
+    CHECK(!chat_push_json(&x.c, m, err) && !chat_render(&x.c, true, &text, err), "%s", err);
+    CHECK_STR((char *)sb_cstr(&text.s),
+              "user:q<|other|>assistant:[THINK]Hm.[/THINK]A<|other|>user:r<|other|>assistant:[THINK]So.[/THINK]B"
+              "<|other|>assistant:",
+              "the prompt");
+    json_decref(m);
+    text_free(&text);
+    script_close(&x);
+}
+
 /* A user's marks are text, and so are those that an answer spells, in the next prompt, too. */
 static void test_think_quoted(void) {
     static const char quoted[] = CHANNEL "final" MESSAGE "x" END START;
@@ -873,9 +1052,10 @@ static void test_think_official(void) {
     check_think_history(template, shared_path("golden/templates/cases.jsonl"), "openai-gpt-oss-120b/", 10);
 }
 
-#define TESTS_THINK                                                                                                  \
-    {"think/streams", test_think_streams}, {"think/header", test_think_header}, {"think/styles", test_think_styles}, \
-        {"think/formats", test_think_formats}, {"think/tags", test_think_tags}, {"think/turns", test_think_turns},   \
-        {"think/ended", test_think_ended}, {"think/ended-turns", test_think_ended_turns},                            \
-        {"think/saved", test_think_saved}, {"think/off", test_think_off}, {"think/quoted", test_think_quoted},       \
+#define TESTS_THINK                                                                                                    \
+    {"think/streams", test_think_streams}, {"think/header", test_think_header}, {"think/styles", test_think_styles},   \
+        {"think/formats", test_think_formats}, {"think/efforts", test_think_efforts}, {"think/tags", test_think_tags}, \
+        {"think/turns", test_think_turns}, {"think/named", test_think_named}, {"think/parts", test_think_parts},       \
+        {"think/ended", test_think_ended}, {"think/ended-turns", test_think_ended_turns},                              \
+        {"think/saved", test_think_saved}, {"think/off", test_think_off}, {"think/quoted", test_think_quoted},         \
         {"think/history", test_think_history}, {"think/official", test_think_official},

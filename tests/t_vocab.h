@@ -290,8 +290,21 @@ static void test_vocab_cuts(void) {
     test_vocab_end(&t);
 }
 
-/* Every name of the table loads, and every expression compiles. */
+/* Every name of the table loads, and every expression compiles. The names in files of other converters are known. */
 static void test_vocab_names(void) {
+    static const char *const like[][2] = {{"pixtral", "llama-bpe"},     {"glm4", "llama-bpe"},
+                                          {"chatglm-bpe", "llama-bpe"}, {"inkling", "gpt-4o"},
+                                          {"inkling2", "gpt-4o"},       {"bailingmoe", "bailingmoe2"},
+                                          {"kimi-k2", "kimi-k2"},       {"tekken", "tekken"},
+                                          {"qwen35", "qwen35"},         {"qwen2", "qwen2"}};
+    for (size_t i = 0; i < sizeof like / sizeof *like; i++) {
+        const char *expr[2] = {NULL};
+        for (int k = 0; k < 2; k++)
+            for (int p = 0; p < N_PRE_TOKENIZERS; p++)
+                if (word_in_list((struct gguf_str){like[i][k], strlen(like[i][k])}, pre_tokenizers[p].names))
+                    expr[k] = pre_tokenizers[p].expr[0];
+        CHECK(expr[0] && expr[1] && !strcmp(expr[0], expr[1]), "%s is not like %s", like[i][0], like[i][1]);
+    }
     for (int i = 0; i < N_PRE_TOKENIZERS; i++) {
         struct vocab v = {0};
         char err[ERR_MAX] = "";

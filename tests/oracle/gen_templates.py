@@ -27,7 +27,7 @@ import template_fuzz
 import template_snippets
 
 DIR = "tests/golden/templates"
-OWN = ["harmony", "suffixed", "listed", "bracketed"]
+OWN = ["harmony", "suffixed", "listed", "bracketed", "typed"]
 NOW = "2026-03-07T09:05:03"
 
 TOOLS = [
