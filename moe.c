@@ -24444,7 +24444,7 @@ static const struct think_format {
 };
 /* clang-format on */
 
-static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
+static bool text_has(const char *s, size_t n, const char *what) { return n && memmem(s, n, what, strlen(what)) != NULL; }
 
 /* Sets id to the tokens of a format with channels, -1 for one that the vocabulary or the format lacks. Returns whether
  * the vocabulary has those that messages need. */
