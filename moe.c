@@ -172,7 +172,7 @@
  *  Programs
  *   Plan                                             560  --plan: bytes and roofline before anything is loaded
  *   Plan: the machine                                 110  GPUs or CPU, described or found
- *   Plan: forecast                                   450  the speed of decode: a fixed time and bytes for each kernel
+ *   Plan: forecast                                   530  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 460  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
  *   Engine                                           440  opens model and session as the settings ask for
@@ -1775,7 +1775,7 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
 /* Whether a rank has all of a vector of the model, in which a recurrent mixer finds its heads. */
 static inline bool rule_whole(const struct tensor_rule *rule) {
     return rule->in == DIM_CONV || rule->in == DIM_MIX || rule->in == DIM_VALUES || rule->in == DIM_DECAYS ||
-           rule->out == DIM_VALUES || rule->out == DIM_KEYS;
+           rule->out == DIM_VALUES || rule->out == DIM_KEYS || rule->out == DIM_TAPS;
 }
 
 /* ============================================================================================================
@@ -2241,6 +2241,7 @@ static inline size_t rule_floats(const struct tensor_rule *rule, const struct mo
         d->n_value = d->n_value / d->n_key * d->whole_key;
         d->n_key = d->whole_key;
     }
+    if (rule_whole(rule)) whole.attn.n_head_kv = whole.attn.whole_head_kv;
     return (size_t)layer_dim(m, &whole, (enum dim)rule->in) * (size_t)layer_dim(m, &whole, (enum dim)rule->out);
 }
 
@@ -3300,9 +3301,10 @@ static inline double layer_index_reads(const struct model *m, const struct layer
     return layer_reads(m, layer, type, n_past, CACHE_INDEX, CACHE_INDEX);
 }
 
-/* Of the rows that compressed keys are made of. */
+/* Of the rows that compressed keys are made of, and those under short convolutions. */
 static inline double layer_recent_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                         size_t n_past) {
+    if (layer->mixer == MIXER_REL) return layer_reads(m, layer, type, n_past, CACHE_CONV_K, CACHE_CONV_FFN);
     if (!layer->attn.compress_ratio && !layer->attn.index_means) return 0;
     return layer_reads(m, layer, type, n_past, CACHE_WINDOW, CACHE_WINDOW) +
            layer_reads(m, layer, type, n_past, CACHE_INDEX_WINDOW, CACHE_INDEX_WINDOW);
@@ -3470,7 +3472,7 @@ struct fetch_item {
 /* Experts of layer il of a shard that its GPU holds. */
 static inline int layer_held(const struct model *m, int il, struct offload o) {
     const int n = m->layers[il].n_expert;
-    if (m->first_layer + il < o.n_cpu) return 0;
+    if (m->first_layer + layer_of_block(m, m->layers[il].block) < o.n_cpu) return 0;
     return o.n_slot && o.n_slot < n ? o.n_slot : n;
 }
 
@@ -3529,7 +3531,9 @@ enum {
     GPU_HC = 4,         /* residual streams, */
     HC_WIDTH = 8192,    /* of so many values at most */
     HC_COLUMNS = 256,   /* columns of a block of k_hc_mix */
-    HC_SUMS = 32        /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
+    HC_SUMS = 32,       /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
+    GPU_BLOCKS = 64,    /* blocks of layers that are the residual at most */
+    GPU_REL = 16        /* values of a relative state at most */
 };
 
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
@@ -3591,7 +3595,11 @@ struct gpu_dims {
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->hc_low) return "hyper-connections of a low rank, tables of n-grams and indexers of means";
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
-    if (m->n_res) return "blocks of layers as the residual, and attention with a bias by distance,";
+    if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
+        return "residuals of more than 64 blocks of layers or of more than 8192 values";
+    for (int il = 0; il < model_blocks(m); il++)
+        if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
+            return "relative states of an odd number of values or of more than 16";
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
 }
 
@@ -3694,6 +3702,19 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                             \
     X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                             \
     X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                                    \
+    X(x16[A_HK], uint16_t, d.n * d.act[A_HK])                                                            \
+    X(x16[A_HV], uint16_t, d.n * d.act[A_HV])                                                            \
+    X(x16[A_PAIR_Q], uint16_t, d.n * d.act[A_PAIR_Q])                                                    \
+    X(x16[A_PAIR_K], uint16_t, d.n * d.act[A_PAIR_K])                                                    \
+    X(x16[A_PAIR_V], uint16_t, d.n * d.act[A_PAIR_V])                                                    \
+    X(x16[A_GATE_LOW], uint16_t, d.n * d.act[A_GATE_LOW])                                                \
+    X(x16[A_REL], uint16_t, d.n * d.act[A_REL])                                                          \
+    X(x32[A_FORGET], float, d.n * d.act[A_FORGET])                                                       \
+    X(x32[A_GAIN], float, d.n * d.act[A_GAIN])                                                           \
+    X(x32[A_REL], float, d.n * d.act[A_REL])                                                             \
+    X(x32[A_SINK], float, d.n * d.act[A_SINK])                                                           \
+    X(x32[A_TAP_K], float, d.n * d.act[A_TAP_K])                                                         \
+    X(x32[A_TAP_V], float, d.n * d.act[A_TAP_V])                                                         \
     X(x32[A_HC], float, d.n * d.act[A_HC])                                                               \
     X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                                       \
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                             \
@@ -13923,8 +13944,10 @@ static void rel_tables(struct rank *r) {
                 bias[i * columns + KEY_BLOCK + a->extent - 1 - d] = layer->rel_bias[i * a->extent + d];
         r->cpu->rel_bias[il] = bias;
         r->cpu->short_taps[il] = (struct short_taps){
-            short_conv_taps(r, a->n_conv, layer->conv_k, k, by_distance, a->whole_head_kv * a->head_k),
-            short_conv_taps(r, a->n_conv, layer->conv_v, v, by_distance, a->whole_head_kv * a->head_v),
+            short_conv_taps(r, a->n_conv, layer->conv_k + (by_distance ? a->first_head_kv * a->head_k : 0), k,
+                            by_distance, a->whole_head_kv * a->head_k),
+            short_conv_taps(r, a->n_conv, layer->conv_v + (by_distance ? a->first_head_kv * a->head_v : 0), v,
+                            by_distance, a->whole_head_kv * a->head_v),
             short_conv_taps(r, a->n_conv, layer->conv_attn, m->n_embd, false, 0),
             short_conv_taps(r, a->n_conv, layer->conv_ffn, m->n_embd, false, 0)};
     }
@@ -24444,7 +24467,9 @@ static const struct think_format {
 };
 /* clang-format on */
 
-static bool text_has(const char *s, size_t n, const char *what) { return n && memmem(s, n, what, strlen(what)) != NULL; }
+static bool text_has(const char *s, size_t n, const char *what) {
+    return n && memmem(s, n, what, strlen(what)) != NULL;
+}
 
 /* Sets id to the tokens of a format with channels, -1 for one that the vocabulary or the format lacks. Returns whether
  * the vocabulary has those that messages need. */
@@ -28774,6 +28799,7 @@ static int64_t plan_vector(const struct tensor_rule *rule, const struct model *m
 static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const struct model *m,
                                  const struct layer *layer) {
     if (rule->field == NOT_BOUND) return 0;
+    if ((rule->when & HAS_LOOPED) && !layer->visit) return 0; /* messages come from the pass before */
     const struct weight *w = rule_weight(rule, layer);
     if (rule->kind == TENSOR_IDS) return 4 * (int64_t)layer->n_expert_used;
     if (rule->kind == TENSOR_MATRIX)
@@ -28835,9 +28861,10 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     r->rounding = rounding;
 }
 
-/* Bytes of the hyper-connection that makes the last row of the streams. */
-static int64_t plan_head_hc(const struct model *m) {
+/* Bytes of what makes the last row of the streams, or of the blocks. */
+static int64_t plan_last_row(const struct model *m) {
     const struct hyper *hc = &m->hc_head;
+    if (m->n_res) return 4 * (int64_t)m->n_embd;
     if (m->hc_low)
         return (int64_t)(weight_bytes(&hc->down) + weight_bytes(&hc->up)) + 4 * (int64_t)(m->n_hc * m->n_embd);
     return hc->fn ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
@@ -28955,12 +28982,13 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, &shard_of->embd, 1);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
-    if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_hc(m);
+    if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_last_row(m);
     for (int il = 0; il < model_blocks(shard_of); il++) {
         plan_layer(r, p->cpu, shard_of, il);
         if (shard_of->layers[il].ngrams) r->bytes_per_token[READ_BACKBONE] += plan_ngram_reads(m);
     }
-    r->weights += 4 * (int64_t)m->n_embd + plan_head_hc(m); /* the last norm */
+    r->weights += 4 * (int64_t)m->n_embd + plan_last_row(m); /* the last norm */
+    if (m->embd_norm) r->weights += 4 * (int64_t)m->n_embd;
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
@@ -29330,6 +29358,9 @@ enum decode_kernel {
     DECODE_DELTA,
     DECODE_MAMBA,
     DECODE_MAMBA_NORM,
+    DECODE_BLOCKS,
+    DECODE_MESSAGE,
+    DECODE_REL,
     DECODE_ROUTER,
     DECODE_WANT,
     DECODE_BROUGHT,
@@ -29340,6 +29371,7 @@ enum decode_kernel {
     DECODE_DOWN,
     DECODE_KEEP_HIDDEN,
     DECODE_SEND,
+    DECODE_CAP,
     DECODE_SAMPLE,
     DECODE_SHARE,
     DECODE_KERNELS
@@ -29375,6 +29407,9 @@ static const struct {
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
     [DECODE_MAMBA] = {"k_mamba_scan", 2.0},        /* likewise */
     [DECODE_MAMBA_NORM] = {"k_mamba_finish", 0.9}, /* a latency of L2, and a sum over the block */
+    [DECODE_BLOCKS] = {"k_blocks", 4.0},           /* latencies of L2, one or two for each block */
+    [DECODE_MESSAGE] = {"k_mix_message", 0.9},     /* two latencies of L2, and a sum over the block */
+    [DECODE_REL] = {"k_rel_prepare", 0.8},         /* three latencies of L2, and a norm */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
     [DECODE_WANT] = {"k_want_experts", 1.5},       /* nothing is missing: a latency of L2 */
     [DECODE_BROUGHT] = {"k_brought_experts", 1.5}, /* likewise; the disk apart */
@@ -29385,6 +29420,7 @@ static const struct {
     [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
     [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6}, /* a norm */
     [DECODE_SEND] = {"k_send_rows", 2.5},          /* half an all-reduce */
+    [DECODE_CAP] = {"k_soft_cap", 0.4},            /* a latency of L2 */
     [DECODE_SAMPLE] = {"k_sample", 18.0},          /* two passes over the logits, two small copies, the next graph */
     [DECODE_SHARE] = {"k_share_token", 2.5},       /* as k_send_rows */
 };
@@ -29464,6 +29500,30 @@ static bool launch_add_input(struct launches *k, const struct step *s, bool may_
     return false;
 }
 
+/* Adds the reading of blocks of layers: by a half of a layer, or at the end of a stage. */
+static void launch_add_blocks(struct launches *k, const struct step *s) {
+    const struct model *m = k->m;
+    const bool reads = s->op == OP_read_blocks;
+    const int before = !reads ? m->n_layer - 1 : s->ffn ? s->il : s->il - 1; /* whose result is added */
+    double bytes = !reads && m->shard.stage + 1 == m->shard.n_stage ? (double)plan_last_row(m) : 0;
+    if (s->partial != ACT_COUNT) {
+        const struct layer *l = &m->layers[before];
+        bytes += tensor_reads(k, before, reads && s->ffn ? &l->conv_attn : &l->conv_ffn);
+        if (m->shard.n_rank > 1) {
+            const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
+            k->list[at].reduces = true;
+        }
+    }
+    if (reads) {
+        const int il = s->il;
+        const struct layer *l = &m->layers[il];
+        bytes += tensor_reads(k, il, &l->read_messages) / READS * (s->ffn ? 1 : READ_FFN);
+        bytes += s->ffn ? READS(&l->read_ffn) : READS(&l->read_attn, &l->attn_norm, &l->attn_norm_k, &l->attn_norm_v);
+    }
+    const int at = launch_add(k, DECODE_BLOCKS, bytes, 0);
+    if (reads && !s->ffn) k->first = at;
+}
+
 /* Adds the products of a step with matrices. */
 static void launch_add_linear(struct launches *k, const struct step *s) {
     const struct layer *l = &k->m->layers[s->il];
@@ -29493,7 +29553,7 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     const int il = s->il;
     const double norm = READS(&l->ffn_norm);
     const double hc_bytes = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
-    const bool fuses = launch_add_input(k, s, l->n_expert > 0, hc_bytes);
+    const bool fuses = s->norm && launch_add_input(k, s, l->n_expert > 0, hc_bytes);
     k->router = -1;
     if (l->n_expert) {
         k->router =
@@ -29586,12 +29646,16 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_MAMBA_NORM, READS(&l->delta_norm), 0);
         break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
-    case OP_read_blocks:
-    case OP_mix_message:
-    case OP_rel_attention: break; /* no GPU has them: see gpu_lacks */
+    case OP_read_blocks: launch_add_blocks(k, s); break;
+    case OP_mix_message: launch_add(k, DECODE_MESSAGE, 0, 0); break;
+    case OP_rel_attention:
+        launch_add(k, DECODE_REL, recent + READS(&l->conv_k, &l->conv_v, &l->q_scale, &l->rel_scale, &l->rel_bias), 0);
+        k->attention = launch_add(k, DECODE_ATTENTION, state - index - recent, 0);
+        break;
     case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
-        launch_add_input(k, s, false, ends ? (double)plan_head_hc(m) : 0);
+        if (m->n_res) launch_add_blocks(k, s);
+        else launch_add_input(k, s, false, ends ? (double)plan_last_row(m) : 0);
         if (ends && s->hc && !s->hc->fn) launch_add(k, DECODE_HC_NORM, 0, 0);
         if (!ends) launch_add(k, DECODE_SEND, 0, 0);
         break;
@@ -29620,6 +29684,7 @@ static struct launch *decode_launches(const struct model *m, struct offload offl
     const double bytes = (double)plan_matrix_reads(false, head, 1);
     const int last = launch_add(&k, DECODE_LINEAR, bytes, bytes);
     if (k.router >= 0) k.list[k.router].prefetch = last;
+    if (m->logit_cap > 0) launch_add(&k, DECODE_CAP, 0, 0);
     if (shard->n_rank > 1) launch_add(&k, DECODE_SEND, 0, 0);
     if (!shard->rank) launch_add(&k, DECODE_SAMPLE, 0, 0);
     return k.list;
@@ -30396,11 +30461,13 @@ static struct store *store_start(const struct model *m, struct store_options o, 
     const double rate = o.ring_only ? files_rate(&m->gguf) : (double)s->reader.bytes / (now_seconds() - t0);
     double token = 0, all = 0;
     int most = 0;
+    bool whole = true;
     char a[32], b[32], where[64], at[32] = "";
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         if (!store_keeps(m, il, o.offload)) continue;
         most = int_max(most, s->layer[il].n_slot);
+        whole &= s->layer[il].n_slot == layer->n_expert;
         all += (double)layer->n_expert * (double)expert_bytes(layer);
         if (il < m->n_layer) token += (double)layer->n_expert_used * (double)expert_bytes(layer);
     }
@@ -30408,6 +30475,11 @@ static struct store *store_start(const struct model *m, struct store_options o, 
     if (o.ring_only) {
         note("experts: %d of %d a layer on the GPU, the rest is read from disk: up to %.0f MB a token%s",
              o.offload.n_slot, m->n_expert_max, token * 1e-6, at);
+        return s;
+    }
+    if (whole && !o.offload.n_slot) {
+        note("experts: all in memory (%s); a token's row of the embedding%s from disk", with_unit((double)s->bytes, a),
+             m->ngram.size ? " and those of the table of n-grams come" : " comes");
         return s;
     }
     if (o.offload.n_slot)

@@ -892,20 +892,27 @@ struct rope_tables {
     int n;
 };
 
-/* x (n_tok, copies, n_embd) F32 = rows of the embedding; skipped if w is empty. An id of -1, where the host has to
+/* x (n_tok, n_embd) F32, `copies` times for each token and tokens x_stride apart = rows of the embedding, times the
+ * weights `norm` (n_embd) of an RMS norm, NULL: there is none; skipped if w is empty. An id of -1, where the host has to
  * choose, counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_embed(struct device_matrix w, const int32_t *tokens, struct batch_ref batch, float *x, int copies,
-            const __grid_constant__ struct rope_tables ropes) {
+    k_embed(struct device_matrix w, const int32_t *tokens, struct batch_ref batch, float *x, size_t x_stride,
+            int copies, const float *norm, float eps, const __grid_constant__ struct rope_tables ropes) {
     grid_dependency_launch();
     grid_dependency_wait();
     __builtin_assume(copies > 0);
     int t = blockIdx.x;
+    float ss = 0;
     for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) {
         const float v = device_matrix_value(w, max(tokens[t], 0), i);
-        UNROLL_BY(1) for (int k = 0; k < copies; k++) x[((size_t)t * copies + k) * w.n_in + i] = v;
+        ss = fmaf(v, v, ss);
+        UNROLL_BY(1) for (int k = 0; k < copies; k++) x[(size_t)t * x_stride + (size_t)k * w.n_in + i] = v;
+    }
+    if (norm) {
+        const float f = rsqrtf(block_sum<ROW_THREADS>(ss) / (float)w.n_in + eps);
+        for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) x[(size_t)t * x_stride + i] *= f * norm[i];
     }
     UNROLL_BY(1) for (int k = 0; k < ropes.n; k++) {
         const struct rope_table &r = ropes.table[k];
@@ -1402,6 +1409,274 @@ static void hc_launch(const struct hc_args *a, cudaStream_t s) {
 }
 
 /* ============================================================================================================
+ * Blocks of layers, short convolutions
+ *
+ * Blocks of layers as the residual, see "CPU operations: blocks of layers" of moe.c. k_blocks takes the result of a half
+ * of a layer into its block, after a short convolution, and reads the blocks; k_mix_message mixes a message into what
+ * is read.
+ * ============================================================================================================ */
+
+/* tanh, off by 1e-7, which counts only where it is small itself. */
+DEVICE float tanh_of(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
+
+/* A short convolution of rows (n_tok, n), tokens `stride` apart; those before the batch are in a ring. */
+struct short_conv {
+    const float *x;
+    size_t stride;
+    struct cache_tensor ring; /* F32 */
+    int n_conv;
+};
+
+/* Where the inputs at position p of a run are; pos: of row t. */
+DEVICE const float *conv_row(const struct short_conv &c, const struct run &u, int t, int pos, int p) {
+    if (p >= u.pos) return c.x + (size_t)(t - (pos - p)) * c.stride;
+    return (const float *)(c.ring.data + (size_t)run_row(u, c.ring, p) * c.ring.row_bytes);
+}
+DEVICE float *conv_kept(const struct short_conv &c, const struct run &u, int p) {
+    return (float *)(c.ring.data + (size_t)run_row(u, c.ring, p) * c.ring.row_bytes);
+}
+
+/* The inputs of a batch's last tokens go to the ring, in prefill: a decode forward's own kernel does it, whose tokens
+ * and those before them that it reads fit in the ring together.
+ * Grid: (tokens, convolutions), block: 256. Some KB a token. */
+struct keep_conv_args {
+    struct short_conv conv[2];
+    int n[2], first; /* values of a row; the first token that is kept */
+    struct batch_ref batch;
+};
+__global__ void __launch_bounds__(256) k_keep_conv(const __grid_constant__ struct keep_conv_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int t = a.first + (int)blockIdx.x;
+    const struct short_conv &c = a.conv[blockIdx.y];
+    const struct run &u = a.batch.run(t);
+    float *to = conv_kept(c, u, run_base(u) + t);
+    for (int i = (int)threadIdx.x; i < a.n[blockIdx.y]; i += 256) to[i] = c.x[(size_t)t * c.stride + i];
+}
+
+enum { BLOCKS_READ = READ_FFN /* readings of a step, and messages, at most */ };
+
+struct block_args {
+    struct batch_ref batch;
+    float *rows; /* (n_tok, n_res, n) */
+    int n_res, n, n_tok;
+    /* what is added to row `to` before the reading, or is that row (begins) */
+    struct short_conv conv; /* x NULL: nothing */
+    const float *taps;      /* (n, n_conv), the last one a token's own */
+    int to;
+    bool begins;
+    bool keep;                     /* the ring gets conv.x */
+    int message, n_message, moved; /* rows of messages; moved > 0: they become rows moved.. */
+    /* readings of rows 0 .. n_row - 1; n_read 0: of row 0 as it is */
+    int n_row, n_read;
+    const float *query; /* (n_read, n) */
+    /* norms of the readings, with `messages` without weights and each before the norm of a message */
+    int n_out;
+    bool messages;
+    const float *message_query;     /* (n_out, n) */
+    const float *norm[BLOCKS_READ]; /* (n) weights; NULL in the first: a reading without a norm goes to x */
+    uint16_t *out[BLOCKS_READ];     /* (n_tok, n), with messages (n_tok, 2 n) */
+    float *h32;                     /* (n_tok, n) the first, or NULL */
+    float *x;                       /* (n_tok, n) */
+    float *factors;
+    size_t mix_width; /* (n_tok, n_out, 2) of the norms with messages, tokens mix_width apart */
+    float eps;
+    struct l2_prefetch prefetch;
+};
+
+/* Grid: n_tok, block: NORM_THREADS. Reads the rows twice, the second time from L1 or L2: one token of 12 rows of 2048 some 5 us. */
+template <int VECS>
+__global__ void __launch_bounds__(NORM_THREADS, 1) k_blocks(const __grid_constant__ struct block_args a) {
+    enum { WARPS = NORM_THREADS / WARP, SUMS = 1 + BLOCKS_READ };
+    SHARED(float, sums, GPU_BLOCKS *WARPS *SUMS);
+    SHARED(float, weight, 2 * BLOCKS_READ * GPU_BLOCKS);
+    const int tid = (int)threadIdx.x, lane = tid & 31, warp = tid >> 5, t = (int)blockIdx.x, n = a.n;
+    float *rows = a.rows + (size_t)t * (size_t)a.n_res * (size_t)n;
+    auto row_at = [&](int j, int i) { return (float4 *)(rows + (size_t)j * (size_t)n + i); };
+    grid_dependency_launch();
+    grid_dependency_wait();
+    prefetch_request(a.prefetch);
+    if (t >= a.batch.at->n_tok) return;
+    if (a.conv.x) {
+        const struct run &u = a.batch.run(t);
+        const int pos = run_base(u) + t, n_conv = a.conv.n_conv;
+        const float f = 1.0f / sqrtf((float)(n_conv + 1));
+        UNROLL_BY(1) for (int i = 4 * tid; i < n; i += 4 * NORM_THREADS) {
+            float4 y = make_float4(0, 0, 0, 0);
+            UNROLL_BY(1) for (int j = 0; j < n_conv && j <= pos; j++) {
+                const float4 v = *(const float4 *)(conv_row(a.conv, u, t, pos, pos - j) + i);
+                const float *tap = a.taps + (size_t)i * n_conv + (n_conv - 1 - j);
+                const float own = j ? 0.0f : 1.0f;
+                y.x = fmaf(own + tap[0], v.x, y.x);
+                y.y = fmaf(own + tap[n_conv], v.y, y.y);
+                y.z = fmaf(own + tap[2 * n_conv], v.z, y.z);
+                y.w = fmaf(own + tap[3 * n_conv], v.w, y.w);
+                if (!j && a.keep) *(float4 *)(conv_kept(a.conv, u, pos) + i) = v;
+            }
+            const float4 before = a.begins ? make_float4(0, 0, 0, 0) : *row_at(a.to, i);
+            *row_at(a.to, i) = make_float4(fmaf(f, y.x, before.x), fmaf(f, y.y, before.y), fmaf(f, y.z, before.z),
+                                           fmaf(f, y.w, before.w));
+        }
+    }
+    /* a thread reads the columns that it has written: no barrier is needed */
+    if (a.moved) UNROLL_BY(1) for (int i = 4 * tid; i < n; i += 4 * NORM_THREADS) {
+            UNROLL_BY(1) for (int j = 0; j < a.n_message; j++) * row_at(a.message + j, i) = *row_at(a.moved + j, i);
+        }
+    if (!a.n_out) return;
+    const int n_all = a.n_row + (a.messages ? a.n_message : 0);
+    UNROLL_BY(1) for (int j = 0; j < n_all && a.n_read; j++) {
+        const bool message = j >= a.n_row;
+        const float *query = message ? a.message_query : a.query;
+        const int n_query = message ? a.n_out : a.n_read, row = message ? a.message + j - a.n_row : j;
+        float v[SUMS] = {};
+        UNROLL for (int k = 0; k < VECS; k++) {
+            const int i = 4 * (tid + NORM_THREADS * k);
+            if (i >= n) continue;
+            const float4 x = *row_at(row, i);
+            v[0] += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+            UNROLL for (int q = 0; q < BLOCKS_READ; q++) {
+                if (q >= n_query) continue;
+                const float4 w = *(const float4 *)(query + (size_t)q * (size_t)n + i);
+                v[1 + q] += x.x * w.x + x.y * w.y + x.z * w.z + x.w * w.w;
+            }
+        }
+        UNROLL for (int q = 0; q < SUMS; q++) {
+            const float sum = warp_sum(v[q]);
+            if (!lane) sums[(j * WARPS + warp) * SUMS + q] = sum;
+        }
+    }
+    __syncthreads(); /* the sums of all warps are written */
+    const int n_reading = a.n_read + (a.messages ? a.n_out : 0);
+    if (warp < n_reading) {
+        const bool message = warp >= a.n_read;
+        const int first = message ? a.n_row : 0, some = message ? a.n_message : a.n_row;
+        const int q = message ? warp - a.n_read : warp;
+        float score[GPU_BLOCKS / WARP], norm[GPU_BLOCKS / WARP], top = -INFINITY, den = 0;
+        UNROLL for (int k = 0; k < GPU_BLOCKS / WARP; k++) {
+            const int j = lane + WARP * k;
+            float square = 0, dot = 0;
+            score[k] = -INFINITY;
+            if (j >= some) continue;
+            UNROLL_BY(1) for (int w = 0; w < WARPS; w++) {
+                const float *sum = sums + ((first + j) * WARPS + w) * SUMS;
+                square += sum[0];
+                dot += sum[1 + q];
+            }
+            norm[k] = 1.0f / sqrtf(square / (float)n + 1e-6f);
+            score[k] = dot * norm[k] / sqrtf((float)n);
+            top = fmaxf(top, score[k]);
+        }
+        top = warp_max(top);
+        UNROLL for (int k = 0; k < GPU_BLOCKS / WARP; k++) den += score[k] = expf(score[k] - top);
+        den = warp_sum(den);
+        UNROLL for (int k = 0; k < GPU_BLOCKS / WARP; k++) if (lane + WARP * k < some)
+            weight[warp * GPU_BLOCKS + lane + WARP * k] = score[k] / den * norm[k];
+    }
+    __syncthreads(); /* the weights of all readings are written */
+    float4 v[VECS];
+    /* v = reading q of rows first..first+some-1; without weights row 0 */
+    auto read = [&](int q, int first, int some) {
+        UNROLL for (int k = 0; k < VECS; k++) v[k] = make_float4(0, 0, 0, 0);
+        UNROLL_BY(1) for (int j = 0; j < some; j++) {
+            const float f = a.n_read ? weight[q * GPU_BLOCKS + j] : 1.0f;
+            UNROLL for (int k = 0; k < VECS; k++) {
+                const int i = 4 * (tid + NORM_THREADS * k);
+                if (i >= n) continue;
+                const float4 x = *row_at(first + j, i);
+                v[k] =
+                    make_float4(fmaf(f, x.x, v[k].x), fmaf(f, x.y, v[k].y), fmaf(f, x.z, v[k].z), fmaf(f, x.w, v[k].w));
+            }
+        }
+    };
+    const size_t width = a.messages ? 2 * (size_t)n : (size_t)n;
+    /* out = the norm of v, with weights w or without, from column `at` on; returns the factor */
+    auto store = [&](int o, const float *w, int at, float *h32) {
+        const float f = norm_factor(v, n, a.eps);
+        UNROLL for (int k = 0; k < VECS; k++) {
+            const int i = 4 * (tid + NORM_THREADS * k);
+            if (i >= n) continue;
+            const float4 y = norm_value(v[k], f, w ? *(const float4 *)(w + i) : make_float4(1, 1, 1, 1));
+            *(uint2 *)(a.out[o] + (size_t)t * width + (size_t)(at + i)) =
+                make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+            if (h32) *(float4 *)(h32 + (size_t)t * (size_t)n + i) = y;
+        }
+        __syncthreads(); /* the next block_sum overwrites this one's */
+        return f;
+    };
+    UNROLL_BY(1) for (int o = 0; o < a.n_out; o++) {
+        read(min(o, max(a.n_read - 1, 0)), 0, a.n_read ? a.n_row : 1);
+        if (a.messages) {
+            float *factor = a.factors + (size_t)t * a.mix_width + 2 * (size_t)o;
+            const float own = store(o, NULL, 0, NULL);
+            read(a.n_read + o, a.message, a.n_message);
+            const float other = store(o, NULL, n, NULL);
+            if (!tid) factor[0] = own, factor[1] = other;
+        } else if (a.norm[o]) {
+            store(o, a.norm[o], 0, o ? NULL : a.h32);
+        } else {
+            UNROLL for (int k = 0; k < VECS; k++) {
+                const int i = 4 * (tid + NORM_THREADS * k);
+                if (i < n) *(float4 *)(a.x + (size_t)t * (size_t)n + i) = v[k];
+            }
+        }
+    }
+}
+
+/* What is read, with a message: out = norm((1 - tanh(forget)) * own + tanh(gain) * message). */
+struct message_args {
+    const uint16_t *pair; /* (n_tok, 2 n) own, message, each normed */
+    const float *factors; /* of the norms of both, tokens mix_width apart */
+    size_t mix_width;
+    const float *forget, *gain; /* (n_tok, n) */
+    const float *norm;          /* (n) weights */
+    uint16_t *out;              /* (n_tok, n) */
+    float *h32;                 /* in F32, too, or NULL */
+    int n;
+    float eps;
+};
+
+/* Grid: n_tok, block: NORM_THREADS. Reads 12 bytes a value: latency. */
+template <int VECS>
+__global__ void __launch_bounds__(NORM_THREADS, 1) k_mix_message(const __grid_constant__ struct message_args a) {
+    const int tid = (int)threadIdx.x, t = (int)blockIdx.x, n = a.n;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const float own = 1.0f / a.factors[(size_t)t * a.mix_width], other = 1.0f / a.factors[(size_t)t * a.mix_width + 1];
+    const uint16_t *pair = a.pair + (size_t)t * 2 * (size_t)n;
+    const size_t row = (size_t)t * (size_t)n;
+    float4 v[VECS];
+    UNROLL for (int k = 0; k < VECS; k++) {
+        const int i = 4 * (tid + NORM_THREADS * k);
+        v[k] = make_float4(0, 0, 0, 0);
+        if (i >= n) continue;
+        const float4 forget = *(const float4 *)(a.forget + row + i), gain = *(const float4 *)(a.gain + row + i);
+        const uint2 x = *(const uint2 *)(pair + i), m = *(const uint2 *)(pair + n + i);
+        auto mixed = [&](uint32_t x, uint32_t m, float forget, float gain) {
+            return (1.0f - tanh_of(forget)) * (own * half_to_f32((uint16_t)x)) +
+                   tanh_of(gain) * (other * half_to_f32((uint16_t)m));
+        };
+        v[k] = make_float4(mixed(x.x, m.x, forget.x, gain.x), mixed(x.x >> 16, m.x >> 16, forget.y, gain.y),
+                           mixed(x.y, m.y, forget.z, gain.z), mixed(x.y >> 16, m.y >> 16, forget.w, gain.w));
+    }
+    const float f = norm_factor(v, n, a.eps);
+    UNROLL for (int k = 0; k < VECS; k++) {
+        const int i = 4 * (tid + NORM_THREADS * k);
+        if (i >= n) continue;
+        const float4 y = norm_value(v[k], f, *(const float4 *)(a.norm + i));
+        *(uint2 *)(a.out + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        if (a.h32) *(float4 *)(a.h32 + row + i) = y;
+    }
+}
+
+/* x (n_row, n), rows `stride` apart, becomes cap * tanh(x / cap). Grid: (ceil(n / 256), n_row), block: 256. */
+__global__ void __launch_bounds__(256) k_soft_cap(float *x, size_t stride, int n, float cap) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int i = (int)(blockIdx.x * 256 + threadIdx.x);
+    if (i < n) x[blockIdx.y * stride + i] = cap * tanh_of(x[blockIdx.y * stride + i] / cap);
+}
+
+/* ============================================================================================================
  * Decode: skinny GEMM (1 to 16 tokens)
  *
  * Y^T = W X^T: the weights are the 16 rows of the MMA, the tokens its 8 columns. 1 to 8 tokens cost one n-tile, 9 to 16
@@ -1701,6 +1976,11 @@ DEVICE void glu_clamp(const struct glu &l, float &g, float &u) {
 
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
+/* Joins g of gate and u of up where both are capped, see struct glu. */
+DEVICE float glu_capped(const struct glu &l, float g, float u) {
+    return sigmoid(g) * (l.gate_cap * tanh_of(g / l.gate_cap)) * (l.up_cap * tanh_of(u / l.up_cap));
+}
+
 /* The routed experts of a decode forward. */
 struct job_list {
     const struct expert_job *job; /* (*n) in the order of the experts; NULL: there is no router */
@@ -1800,7 +2080,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS / 2), gate_scale, bias[r]);
         float u = fmaf(gemv_sum<NT>(red, threadIdx.x, GEMV_WARPS / 2, GEMV_WARPS / 2), up_scale, bias[TILE_ROWS + r]);
         if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
-        y = silu_mul(g, u);
+        y = p.glu[entry].gate_cap > 0 ? glu_capped(p.glu[entry], g, u) : silu_mul(g, u);
     } else {
         y = relu_square(fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS), up_scale, bias[TILE_ROWS + r]));
     }
@@ -2815,8 +3095,12 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
             if (!GLU && keep((uint32_t)p.square)) {
                 UNROLL for (int q = 0; q < 4; q++) v[q] = relu_square(v[q]) / HIDDEN_SCALE;
             }
+            if (GLU && keep(__float_as_uint(p.glu.gate_cap))) {
+                UNROLL for (int q = 0; q < 4; q++) v[q] = glu_capped(p.glu, v[q], u[q]) / HIDDEN_SCALE;
+            } else if (GLU) {
+                UNROLL for (int q = 0; q < 4; q++) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
+            }
             UNROLL for (int q = 0; q < 4; q++) {
-                if (GLU) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
                 tile[(n0 + 8 * n + 2 * t + (q & 1)) * PITCH + wm * 16 + g + 8 * (q >> 1)] = v[q];
             }
         }
@@ -3411,6 +3695,7 @@ DEVICE float query_factor(const struct rope_args &p, int t) {
 }
 
 enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
+#define ATTN_LOG2_E 1.44269504f
 
 /* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's
  * weights, NULL: no norm; t: the token. */
@@ -3471,6 +3756,83 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     const float f = query_factor(p, t);
     UNROLL for (int j = 0; j < HEAD_PER; j++) if (lane + 32 * j < p.d)
         p.q16[((size_t)t * p.n_head + h) * p.d + lane + 32 * j] = clamped_f16(x[j] * f);
+}
+
+/* Attention with a bias by distance: what it reads is made first, see "Families: Inkling 2" of moe.c. */
+struct rel_args {
+    struct batch_ref batch;
+    struct attn shape;
+    const float *q, *rel; /* (n_tok, n_head, head_k), (n_tok, n_head, n_rel), tokens q_stride, rel_stride apart */
+    size_t q_stride, rel_stride;
+    const float *q_scale, *rel_scale; /* (n_head, head_k), (n_head, n_rel) */
+    uint16_t *q16, *rel16;            /* (n_tok, n_head, head_k), (n_tok, n_head, n_rel) */
+    struct short_conv conv[2];        /* of keys, of values: (n_tok, n_head_kv * head) */
+    const float
+        *taps[2];        /* with a window (values, n_conv), otherwise (n_conv, values of the whole model) by distance */
+    const float *own[2]; /* without one (n_tok, n_head_kv, n_conv) taps of a token, tokens own_stride apart */
+    size_t own_stride;
+    struct cache_tensor to[2];
+    bool keep; /* the rings get the tokens */
+    float eps;
+};
+
+/* Queries and relative states of a head are scaled and clipped; keys and values are convolved, clipped or normed, and go
+ * to the cache.
+ * Grid: (ceil((2 n_head + 2 n_head_kv) / 4), n_tok), block: 128, one warp per head of at most 256. Reads its inputs once,
+ * those under a convolution n_conv times. */
+__global__ void __launch_bounds__(128) k_rel_prepare(const __grid_constant__ struct rel_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct attn &d = a.shape;
+    const int lane = threadIdx.x & 31, item = (int)blockIdx.x * 4 + (threadIdx.x >> 5), t = (int)blockIdx.y;
+    if (item >= 2 * (d.n_head + d.n_head_kv) || t >= a.batch.at->n_tok) return;
+    const struct run &u = a.batch.run(t);
+    const int pos = run_base(u) + t;
+    float x[HEAD_PER], ss = 0;
+    if (item < 2 * d.n_head) {
+        const bool rel = item >= d.n_head;
+        const int h = rel ? item - d.n_head : item, n = rel ? d.n_rel : d.head_k;
+        const float *from = (rel ? a.rel + (size_t)t * a.rel_stride : a.q + (size_t)t * a.q_stride) + (size_t)h * n;
+        const float *scale = (rel ? a.rel_scale : a.q_scale) + (size_t)h * n;
+        uint16_t *to = (rel ? a.rel16 : a.q16) + ((size_t)t * d.n_head + h) * n;
+        UNROLL for (int j = 0; j < HEAD_PER; j++) {
+            x[j] = lane + 32 * j < n ? from[lane + 32 * j] * scale[lane + 32 * j] : 0;
+            ss = fmaf(x[j], x[j], ss);
+        }
+        float f = fminf(1.0f, (rel ? d.rel_clip : d.qk_clip) / (sqrtf(warp_sum(ss)) + 1e-6f));
+        if (d.temp_scale != 0) f *= 1 + d.temp_scale * logf(fmaxf((float)(pos + 1) / (float)d.temp_length, 1.0f));
+        if (rel) f *= ATTN_LOG2_E;
+        UNROLL for (int j = 0; j < HEAD_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j] * f);
+        return;
+    }
+    const int kv = item - 2 * d.n_head, v = kv >= d.n_head_kv, h = v ? kv - d.n_head_kv : kv,
+              n = v ? d.head_v : d.head_k;
+    const struct short_conv &c = a.conv[v];
+    const bool full = !d.window;
+    const size_t whole = (size_t)d.whole_head_kv * n, first = (size_t)d.first_head_kv * n;
+    const float f = 1.0f / sqrtf((float)((full ? 2 : 1) * c.n_conv + 1));
+    UNROLL for (int j = 0; j < HEAD_PER; j++) x[j] = 0;
+    UNROLL_BY(1) for (int k = 0; k < c.n_conv && k <= pos; k++) {
+        const float *from = conv_row(c, u, t, pos, pos - k) + (size_t)h * n;
+        const float base = (k ? 0.0f : 1.0f) + (full ? a.own[v][(size_t)t * a.own_stride + h * c.n_conv + k] : 0.0f);
+        float *kept = !k && a.keep ? conv_kept(c, u, pos) + (size_t)h * n : NULL;
+        UNROLL for (int j = 0; j < HEAD_PER; j++) {
+            const int i = lane + 32 * j;
+            if (i >= n) continue;
+            const float tap = full ? a.taps[v][k * whole + first + (size_t)(h * n + i)]
+                                   : a.taps[v][(size_t)(h * n + i) * c.n_conv + (c.n_conv - 1 - k)];
+            x[j] = fmaf(base + tap, from[i], x[j]);
+            if (kept) kept[i] = from[i];
+        }
+    }
+    UNROLL for (int j = 0; j < HEAD_PER; j++) {
+        x[j] *= f;
+        ss = fmaf(x[j], x[j], ss);
+    }
+    ss = warp_sum(ss);
+    const float unit = v ? rsqrtf(ss / (float)n + a.eps) : fminf(1.0f, d.qk_clip / (sqrtf(ss) + 1e-6f));
+    UNROLL for (int j = 0; j < HEAD_PER; j++) x[j] *= unit;
+    cache_store<HEAD_PER>(a.to[v], (size_t)run_row(u, a.to[v], pos), h * n, h, n, x);
 }
 
 /* Rotates neighbors 2i and 2i + 1 of x against each other (DeepSeek); returns the pair. */
@@ -3626,9 +3988,11 @@ struct attn_args {
     float scale;        /* of q.k before the softmax */
     int window;         /* keys that a token sees, its own and those before it; 0: all */
     int window_shift;   /* window: a split has the keys between multiples of 2^window_shift; 0: there is one split */
-    const float *sinks; /* (n_head) logits in the softmax that no value belongs to; NULL: none */
-    int max_splits;     /* at most */
-    const float *gate;  /* of head h of token t, at gate + t * gate_stride + h * gate_head: (dv), or one; NULL: none */
+    const float *sinks; /* (n_head) logits in the softmax that no value belongs to, those of tokens sink_stride apart;
+                         * NULL: none */
+    size_t sink_stride;
+    int max_splits;    /* at most */
+    const float *gate; /* of head h of token t, at gate + t * gate_stride + h * gate_head: (dv), or one; NULL: none */
     size_t gate_stride;
     int gate_head;
     bool gate_one, softplus; /* gates of decode alone: there is one for a head; it is not a sigmoid's */
@@ -3645,6 +4009,10 @@ struct attn_args {
      * rope.cs and rope.sn */
     bool one_kv;
     int compress_ratio; /* tokens of a compressed key, 0: there are none */
+    /* attention with a bias by distance */
+    const uint16_t *rel; /* (n_tok, n_head, n_rel) relative states, times log2 e, in halves; NULL: there is no bias */
+    const float *bank;   /* (n_rel, extent) what they make a bias of */
+    int n_rel, extent;
 };
 
 enum {
@@ -3654,8 +4022,7 @@ enum {
     ATTN_SMEM = 48 << 10  /* two blocks fit the 100 KB of an SM of SM120 */
 };
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are never NaN */
-#define ATTN_LOG2_E 1.44269504f
-#define ATTN_P      256.0f /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
+#define ATTN_P      256.0f   /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
 
 /* N values that are loaded or stored at once. */
 template <int N, class T = uint32_t>
@@ -4121,7 +4488,7 @@ struct attn_place {
         token = th.x;
         whole = RESULT || (w.n_split == 1 && a.out);
         if (whole) {
-            if (FORMS && a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
+            if (FORMS && a.sinks) l += exp2f(a.sinks[th.x * a.sink_stride + th.y] * ATTN_LOG2_E - m);
             at = (uint8_t *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv);
             gate = FORMS && a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
             inverse = 1.0f / (ATTN_P * l);
@@ -4233,13 +4600,67 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
     }
 }
 
+/* The bias by distance of a warp's 16 rows. Of 16 keys there are at most 31 distances to the rows, which are
+ * consecutive tokens' in rising order: products of the relative states with 32 columns of the bank have all of them. A
+ * lane then gets those of its keys from the lane of its row that has the column. */
+struct attn_bias {
+    pack<4> rel; /* relative states as an A operand */
+    int own[2];  /* positions of this lane's rows g and g + 8, of absent rows any that may be */
+    int first;   /* the least position of the warp's rows */
+
+    /* row: the first of the warp's rows in the tile. limit: of attn_rows. */
+    DEVICE_MEMBER void load(const struct attn_args &a, const struct attn_work &w, int row, const int limit[2]) {
+        const int lane = threadIdx.x & 31, t = lane & 3;
+        first = w.pos + (w.row0 + max(row, (int)(w.rows & 0xFFFF))) / w.group_heads;
+        UNROLL for (int h = 0; h < 2; h++) {
+            const int2 th = attn_row(w, row + (lane >> 2) + 8 * h);
+            const uint16_t *from = a.rel + ((size_t)max(th.x, 0) * a.n_head + th.y) * a.n_rel;
+            own[h] = th.x < 0 ? first : limit[h] - 1;
+            UNROLL for (int k = 0; k < 2; k++) rel.x[h + 2 * k] =
+                th.x >= 0 && 8 * k + 2 * t < a.n_rel ? *(const uint32_t *)(from + 8 * k + 2 * t) : 0;
+        }
+    }
+    /* Adds the bias of keys key..key+15 to their scores: s0 of the first eight, s1 of the others. */
+    DEVICE_MEMBER void add(const struct attn_args &a, int key, float (&s0)[4], float (&s1)[4]) const {
+        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, nearest = first - key - 15;
+        float column[4][4] = {}; /* of distances nearest + 8b + 2t and the next: rows g and g + 8 */
+        if (nearest >= a.extent) return;
+        UNROLL for (int b = 0; b < 4; b++) {
+            const int d = nearest + 8 * b + g;
+            auto bank = [&](int i) {
+                return i < a.n_rel && (uint32_t)d < (uint32_t)a.extent ? a.bank[i * a.extent + d] : 0.0f;
+            };
+            const uint32_t f[2] = {f32_to_f16x2(bank(2 * t), bank(2 * t + 1)),
+                                   f32_to_f16x2(bank(2 * t + 8), bank(2 * t + 9))};
+            mma_f16(column[b], rel.x, f);
+        }
+        UNROLL for (int n = 0; n < 2; n++) UNROLL for (int c = 0; c < 4; c++) {
+            /* key 8n + 2t + e needs column 2 (half - t) + odd, where half and odd are the same for a row's lanes */
+            const int h = c >> 1, x = own[h] - first + 15 - 8 * n - (c & 1), half = x >> 1;
+            const int from = (half - t) & 3,
+                      block = (half - from) >> 2; /* `from` is also the lane that asks this one */
+            float mine[4];
+            UNROLL for (int b = 0; b < 4; b++) mine[b] = x & 1 ? column[b][2 * h + 1] : column[b][2 * h];
+            const float sent = block & 2 ? (block & 1 ? mine[3] : mine[2]) : (block & 1 ? mine[1] : mine[0]);
+            (n ? s1 : s0)[c] += __shfl_sync(0xFFFFFFFFu, sent, (lane & ~3) | from);
+        }
+    }
+};
+
+/* What a kernel of grouped-query attention is for. */
+enum gqa_form {
+    GQA_PLAIN,
+    GQA_CHOSEN, /* tokens see chosen keys */
+    GQA_BIASED  /* scores have a bias by distance */
+};
+
 /* GQA decode: rotation of the queries, new rows of the cache, and the result of 16 rows of one KV head. A block
  * stores the new rows that it reads itself.
  * Grid: (splits, row tiles of 16 * KV heads), block: 128. Of every 64 keys each of the 4 warps takes 16, with a softmax
  * and a ring in shared memory of its own (slots: 16 rows of K, of V, of K, ..); warps meet only at the end. Reads
  * keys * (K + V) values of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM
  * 64 KB are in flight per SM, enough for 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB).
- * CHOSEN: tokens see chosen keys, in prefill too; k_rope_gqa has made queries and new rows. */
+ * GQA_CHOSEN: in prefill too; k_rope_gqa has made queries and new rows. GQA_BIASED: k_rel_prepare has. */
 template <int K, int V, int FP8>
 struct attn_gqa {
     static constexpr int ES = FP8 ? 1 : 2, SLOT = 16 * (K > V ? K : V) * ES, FIT = ATTN_SMEM / (4 * SLOT);
@@ -4249,9 +4670,10 @@ struct attn_gqa {
     static constexpr int PITCH = V + 8; /* floats of a row of the final sum: no bank conflicts */
     static_assert(4 * 8 * PITCH * 4 <= SMEM, "the final sum fits");
 };
-template <int K, int V, int FP8, bool CHOSEN>
+template <int K, int V, int FP8, int FORM>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     using L = attn_gqa<K, V, FP8>;
+    constexpr bool CHOSEN = FORM == GQA_CHOSEN, MADE = FORM != GQA_PLAIN;
     /* ES: bytes of a cache value. RUN: values of a key that a lane loads at once. PER_RUN: k16-steps that they feed. */
     constexpr int ES = L::ES, K_ROW = K * ES, V_ROW = V * ES, DEPTH = L::DEPTH, RUN = kv_run(FP8, K), PER_RUN = RUN / 4;
     constexpr int STORE = (K > V ? K : V) / 32;
@@ -4301,8 +4723,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     auto copies = [&] {
         for (int u = 0; u < DEPTH - 1; u++) copy(u);
     };
-    const int new_row = max(w.fresh, w.begin), n_new = CHOSEN ? 0 : max(w.end - new_row, 0);
-    if (CHOSEN) {
+    const int new_row = max(w.fresh, w.begin), n_new = MADE ? 0 : max(w.end - new_row, 0);
+    if (MADE) {
         UNROLL for (int i = tid; i < 16 * K / 8; i += 128) {
             const int r = i / (K / 8), at = i % (K / 8) * 8;
             const int2 th = attn_row(w, r);
@@ -4314,7 +4736,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     UNROLL_BY(1)
     for (int i = warp; i < 2 * n_new; i += 4)
         gqa_store<STORE, FP8 ? ROWS_FP8 : ROWS_BF16>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
-    UNROLL_BY(1) for (int r = warp; r < 16 && !CHOSEN; r += 4) {
+    UNROLL_BY(1) for (int r = warp; r < 16 && !MADE; r += 4) {
         const int2 th = attn_row(w, r);
         float x[K / 32];
         if (th.x < 0) continue;
@@ -4323,8 +4745,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         const float f = query_factor(a.rope, th.x);
         UNROLL for (int j = 0; j < K / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j] * f);
     }
-    if (CHOSEN) cp_async_wait<DEPTH - 1>(); /* the queries have landed */
-    __syncthreads();                        /* the new rows and the queries are written */
+    if (MADE) cp_async_wait<DEPTH - 1>(); /* the queries have landed */
+    __syncthreads();                      /* the new rows and the queries are written */
     if (n_new) copies();
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
     auto factors = [&](int i) {
@@ -4342,6 +4764,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     __syncthreads(); /* all warps have read the queries: their slots may be filled */
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][V / 8][4] = {};
     const int window = attn_span(a);
+    struct attn_bias bias;
+    if (FORM == GQA_BIASED) bias.load(a, w, 0, limit);
 
     for (int i = 0; i < n; i++) {
         float factor = next, s[2][4] = {}, fk[4], fv[4];
@@ -4360,6 +4784,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         bool all = first + 64 * i >= w.from && first + 64 * i + 16 <= w.seen;
         attn_mask<true>(s[0], first + 64 * i + 2 * t, fk[0], fk[1], limit, window, all);
         attn_mask<true>(s[1], first + 64 * i + 2 * t + 8, fk[2], fk[3], limit, window, all);
+        if (FORM == GQA_BIASED) bias.add(a, first + 64 * i, s[0], s[1]);
         attn_softmax(s, m, l, acc[0]);
         attn_weights(p[0], s[0], s[1], fv);
         tile = arrive(2 * i + 1);
@@ -4670,7 +5095,7 @@ struct attn_tiled {
     static constexpr int SMEM = RAW + TILE + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
 
-template <int K, int V, int FP8>
+template <int K, int V, int FP8, bool BIASED>
 __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     using L = attn_tiled<K, V, FP8>;
     constexpr int KEYS = L::KEYS, NT = KEYS / 8, Q_REG = K / 16 - L::Q_SHARED;
@@ -4710,6 +5135,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     }
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[V / 8][4] = {};
     const int window = attn_span(a);
+    struct attn_bias bias;
+    if (BIASED) bias.load(a, w, 16 * warp, limit);
 
     for (int i = 0; i < n; i++) {
         cp_async_wait<0>();
@@ -4742,6 +5169,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
             const float *f = factor + 8 * b + 2 * t;
             attn_mask<true>(s[b], key + 8 * b + 2 * t, f[0], f[1], limit, window, all);
         }
+        if (BIASED) UNROLL for (int b = 0; b < NT; b += 2) bias.add(a, key + 8 * b, s[b], s[b + 1]);
         attn_softmax(s, m, l, acc);
         UNROLL for (int k = 0; k < NT / 2; k++) {
             const float *y = factor + KEYS + 16 * k + 2 * t;
@@ -4984,13 +5412,18 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
 /* Whether there are kernels of grouped-query attention over chosen keys for these head widths. */
 __host__ __device__ constexpr bool attn_chooses(int dk, int dv) { return dk == dv && (dk == 64 || dk == 128); }
 
+/* The same with a bias by distance. */
+__host__ __device__ constexpr bool attn_biased(int dk, int dv) { return dk == dv && dk <= 128; }
+
 /* Launch the kernels of one head width: tiles of 16 query rows for decode, 64 for prefill; MLA 16 or 32. */
 template <int K, int V, int FP8>
 static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s) {
-    attn_kernel_fn *decode = attn_gqa_decode<K, V, FP8, false>;
+    attn_kernel_fn *decode = attn_gqa_decode<K, V, FP8, GQA_PLAIN>, *many = attn_gqa_prefill<K, V, FP8, false>;
     if constexpr (attn_chooses(K, V))
-        if (a->top_k) decode = attn_gqa_decode<K, V, FP8, true>;
-    if (prefill && !a->top_k) attn_run(a, attn_gqa_prefill<K, V, FP8>, 64, 128, attn_tiled<K, V, FP8>::SMEM, s);
+        if (a->top_k) decode = attn_gqa_decode<K, V, FP8, GQA_CHOSEN>;
+    if constexpr (attn_biased(K, V))
+        if (a->rel) decode = attn_gqa_decode<K, V, FP8, GQA_BIASED>, many = attn_gqa_prefill<K, V, FP8, true>;
+    if (prefill && !a->top_k) attn_run(a, many, 64, 128, attn_tiled<K, V, FP8>::SMEM, s);
     else attn_run(a, decode, 16, 128, attn_gqa<K, V, FP8>::SMEM, s);
 }
 template <int LAT, int ROPE, int FP8>
@@ -7564,9 +7997,10 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     struct rope_tables ropes = {};
     for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
     const int streams = r->pass == PASS_FORWARD ? r->m->n_hc : layer_streams(r->m, &r->m->layers[r->m->n_layer]);
-    float *x = c->x32[streams ? A_HC : out];
+    const enum act to = streams || r->m->n_res ? A_HC : out;
+    float *x = c->x32[to];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
-               batch_of(r), x, max(streams, 1), ropes);
+               batch_of(r), x, (size_t)r->width[to], max(streams, 1), s->norm, r->m->rms_eps, ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const int n = hidden_width(r->m);
@@ -7728,6 +8162,62 @@ static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hy
     hc_launch(&a, c->stream);
 }
 
+/* A short convolution of slot x by the ring of a layer. */
+static struct short_conv short_conv_of(const struct rank *r, int il, enum cache_use use, enum act x) {
+    return {r->cuda->x32[x], (size_t)r->width[x], r->cache[il][use], r->m->layers[il].attn.n_conv};
+}
+
+/* Keeps the inputs of up to two convolutions in prefill. */
+static void keep_conv(struct rank *r, const struct short_conv *conv, int n_conv) {
+    struct keep_conv_args a = {};
+    const int kept = min(r->n_tok, conv->ring.n_row);
+    a.batch = batch_of(r);
+    a.first = r->n_tok - kept;
+    for (int i = 0; i < n_conv; i++) a.conv[i] = conv[i], a.n[i] = conv[i].ring.width;
+    LAUNCH_PDL(k_keep_conv, dim3((unsigned)kept, (unsigned)n_conv), 256, 0, r->cuda->stream, a);
+}
+
+/* What k_blocks does with what half `ffn` of layer il has given, in `partial`: it adds it, and reads nothing. ACT_COUNT:
+ * it has given nothing. The sums of several ranks are added up first. */
+static struct block_args blocks_of(struct rank *r, enum act partial, int il, bool ffn) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
+    struct block_args a = {};
+    a.batch = batch_of(r);
+    a.rows = c->x32[A_HC];
+    a.n_res = m->n_res;
+    a.n = m->n_embd;
+    a.n_tok = r->n_tok;
+    a.eps = m->rms_eps;
+    a.message = message_row(m);
+    a.n_message = message_rows(m);
+    a.factors = c->x32[A_MIX];
+    a.mix_width = (size_t)r->width[A_MIX];
+    if (partial == ACT_COUNT) return a;
+    if (!rank_alone(r)) {
+        struct norm_args sum = norm_of(r, NULL, r->n_tok, m->n_embd, c->x32[partial], NULL, A_H);
+        sum.sum = c->x32[partial];
+        all_reduce(r, sum, true);
+    }
+    const struct layer *layer = &m->layers[il];
+    a.conv = short_conv_of(r, il, ffn ? CACHE_CONV_FFN : CACHE_CONV_ATTN, partial);
+    a.taps = ffn ? layer->conv_ffn : layer->conv_attn;
+    a.to = residual_row(m, layer);
+    a.begins = !ffn && begins_row(m, layer);
+    a.keep = r->n_tok <= DECODE_MAX_TOKENS;
+    return a;
+}
+
+/* norms: weights of norms that it reads, rows of them. */
+static void blocks_launch(struct rank *r, const struct block_args &a, int norms) {
+    struct cuda *c = r->cuda;
+    const int taps = a.conv.x ? a.conv.n_conv : 0;
+    profile_next(4.0 * a.n * (a.n_read + (a.messages ? a.n_out : 0) + taps + norms), "%d rows of %d", a.n_row, a.n);
+    if (a.n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_blocks<4>, (unsigned)a.n_tok, NORM_THREADS, 0, c->stream, a);
+    else LAUNCH_PDL(k_blocks<8>, (unsigned)a.n_tok, NORM_THREADS, 0, c->stream, a);
+    if (a.conv.x && !a.keep) keep_conv(r, &a.conv, 1);
+}
+
 /* Adds the partial sums as above, without a norm, and sends the rows to the next stage when that has read the previous
  * ones. */
 static void cuda_last_reduce(struct rank *r, const struct step *s) {
@@ -7736,7 +8226,16 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
     const enum act x = s->x;
-    if (s->hc) {
+    if (r->m->n_res) {
+        struct block_args a = blocks_of(r, s->partial, r->m->n_layer - 1, true);
+        if (last) {
+            a.n_row = message_row(r->m);
+            a.n_read = a.n_out = 1;
+            a.query = r->m->read_end;
+            a.x = r->cuda->x32[x];
+        }
+        blocks_launch(r, a, 0);
+    } else if (s->hc) {
         hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
     } else {
         all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
@@ -7745,7 +8244,8 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     if (last) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
     struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
-    send_matrix(&a, r->cuda->x32[r->m->n_hc ? A_HC : x], (size_t)n, next->x, (size_t)n, r->n_tok, n, next->hidden_flag);
+    send_matrix(&a, r->cuda->x32[r->m->n_hc || r->m->n_res ? A_HC : x], (size_t)n, next->x, (size_t)n, r->n_tok, n,
+                next->hidden_flag);
     send_rows(r, a);
 }
 
@@ -7858,7 +8358,7 @@ static void device_matrix_bytes(const struct device_matrix *d, size_t n[2]) {
     n[1] = d->scales ? tiles * TILE_SCALES : 0;
 }
 
-/* Adds a matrix to what a kernel requests ahead of its use, within its share of L2. */
+/* Adds a matrix to what a kernel requests ahead of its use, within its share of L2 and as far as there are ranges. */
 static void prefetch_add(struct rank *r, struct l2_prefetch *a, const struct weight *w) {
     const struct device_matrix *d = w->copy;
     if (!d || r->n_tok > DECODE_MAX_TOKENS) return;
@@ -7869,7 +8369,7 @@ static void prefetch_add(struct rank *r, struct l2_prefetch *a, const struct wei
     device_matrix_bytes(d, n);
     for (int i = 0; i < 2; i++) {
         const size_t take = n[i] < room ? n[i] : room / 16 * 16;
-        if (!take) continue;
+        if (!take || a->count == PREFETCH_RANGES) continue;
         a->at[a->count] = at[i];
         a->n[a->count++] = (uint32_t)take;
         room -= take;
@@ -7960,6 +8460,47 @@ static void cuda_linear(struct rank *r, const struct step *s) {
     gemv_linear(&p, c->stream);
 }
 
+static void cuda_read_blocks(struct rank *r, const struct step *s) {
+    const struct model *m = r->m;
+    const struct layer *layer = &m->layers[s->il];
+    struct cuda *c = r->cuda;
+    struct block_args a = blocks_of(r, s->partial, s->ffn ? s->il : s->il - 1, !s->ffn);
+    const int row = residual_row(m, layer);
+    const float *norm[] = {s->ffn ? layer->ffn_norm : layer->attn_norm, layer->attn_norm_k, layer->attn_norm_v};
+    if (layer->visit && layer->block == m->loop_first && !s->ffn) a.moved = row; /* what the pass before has left */
+    a.n_row = !s->ffn && begins_row(m, layer) ? row : row + 1;                   /* its block may have no sum yet */
+    a.n_read = s->ffn ? 1 : layer->n_read;
+    a.query = s->ffn ? layer->read_ffn : layer->read_attn;
+    a.messages = layer->visit > 0;
+    a.message_query = layer->read_messages + (s->ffn ? READ_FFN * m->n_embd : 0);
+    for (; s->out[a.n_out] != ACT_COUNT; a.n_out++) {
+        a.norm[a.n_out] = norm[a.n_out] ? norm[a.n_out] : norm[0];
+        a.out[a.n_out] = c->x16[s->out[a.n_out]];
+    }
+    if (s->out[0] == A_H) a.h32 = c->x32[A_H];
+    if (r->n_tok <= DECODE_MAX_TOKENS) a.prefetch = prefetch_of_mixer(r, s, 0);
+    int norms = 0;
+    for (int i = 0; i < BLOCKS_READ && !s->ffn; i++) norms += norm[i] != NULL;
+    blocks_launch(r, a, norms);
+}
+
+static void cuda_mix_message(struct rank *r, const struct step *s) {
+    struct cuda *c = r->cuda;
+    struct message_args a = {};
+    a.pair = c->x16[s->in[0]];
+    a.factors = c->x32[A_MIX] + 2 * ((int)s->in[0] - A_PAIR_Q);
+    a.mix_width = (size_t)r->width[A_MIX];
+    a.forget = c->x32[s->in[1]];
+    a.gain = c->x32[s->in[2]];
+    a.norm = s->norm;
+    a.out = c->x16[s->out[0]];
+    a.h32 = s->out[0] == A_H ? c->x32[A_H] : NULL;
+    a.n = r->m->n_embd;
+    a.eps = r->m->rms_eps;
+    if (a.n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_mix_message<4>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+    else LAUNCH_PDL(k_mix_message<8>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+}
+
 /* ============================================================================================================
  * Operations: attention
  *
@@ -8029,7 +8570,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.out_stride = out_stride;
     a.scale = shape.scale;
     a.window = shape.window;
-    a.sinks = layer->sinks;
+    if (!a.sinks) a.sinks = layer->sinks;
     a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + cache_scale_bytes(k)),
                  value = (double)(v->row_bytes + cache_scale_bytes(v));
@@ -8146,6 +8687,59 @@ static void cuda_attention(struct rank *r, const struct step *s) {
     if (gates && !decode) head_gates(r, layer, out);
 }
 
+/* Attention with a bias by distance. */
+static void cuda_rel_attention(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], out = s->out[0];
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS;
+    struct cuda *c = r->cuda;
+    struct rel_args p = {};
+    p.batch = batch_of(r);
+    p.shape = shape;
+    p.q = c->x32[q];
+    p.q_stride = (size_t)r->width[q];
+    p.rel = c->x32[A_REL];
+    p.rel_stride = (size_t)r->width[A_REL];
+    p.q_scale = layer->q_scale;
+    p.rel_scale = layer->rel_scale;
+    p.q16 = c->x16[q];
+    p.rel16 = c->x16[A_REL];
+    for (int v = 0; v < 2; v++) {
+        p.conv[v] = short_conv_of(r, il, v ? CACHE_CONV_V : CACHE_CONV_K, s->in[1 + v]);
+        p.taps[v] = v ? layer->conv_v : layer->conv_k;
+        p.own[v] = c->x32[s->in[6 + v]];
+        p.to[v] = r->cache[il][v ? CACHE_V : CACHE_K];
+    }
+    p.own_stride = (size_t)r->width[A_TAP_K];
+    p.keep = decode;
+    p.eps = r->m->rms_eps;
+    const int taps = shape.n_head_kv * (shape.head_k + shape.head_v) * shape.n_conv;
+    const int scales = shape.n_head * (shape.head_k + shape.n_rel) + shape.n_rel * shape.extent; /* and the bank */
+    profile_next(layer_recent_reads(r->m, layer, r->kv_type, (size_t)(r->pos + r->n_tok)) + 4.0 * (taps + scales),
+                 "%d heads of %d", shape.n_head, shape.head_k);
+    LAUNCH_PDL(k_rel_prepare, dim3(ceil_div(2 * (shape.n_head + shape.n_head_kv), 4), (unsigned)r->n_tok), 128, 0,
+               c->stream, p);
+    if (!decode) keep_conv(r, p.conv, 2);
+    struct attn_args a = {};
+    a.rel = p.rel16;
+    a.bank = layer->rel_bias;
+    a.n_rel = shape.n_rel;
+    a.extent = shape.extent;
+    a.sinks = c->x32[A_SINK];
+    a.sink_stride = (size_t)r->width[A_SINK];
+    if (decode) {
+        a.arrived = c->attn_arrived;
+        a.gate = c->x32[A_GATE];
+        a.gate_stride = (size_t)r->width[A_GATE];
+        a.gate_head = shape.n_gate;
+        a.prefetch = prefetch_of_mixer(r, s, 1);
+    }
+    attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
+    if (!decode) head_gates(r, layer, out);
+}
+
 /* The operands of a layer's gated delta net or Mamba-2. */
 static struct delta_args delta_args_of(struct rank *r, const struct step *s) {
     const int il = s->il;
@@ -8209,9 +8803,6 @@ CUDA_LACKS(streams_norm)
 CUDA_LACKS(streams_read)
 CUDA_LACKS(ngrams)
 CUDA_LACKS(ngrams_add)
-CUDA_LACKS(read_blocks)
-CUDA_LACKS(mix_message)
-CUDA_LACKS(rel_attention)
 #undef CUDA_LACKS
 
 static void cuda_mamba(struct rank *r, const struct step *s) {
@@ -8544,7 +9135,8 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
 }
 
 /* The cache of a layer's experts; n_slot 0: all of them are on the GPU, or none. */
-static struct expert_cache expert_cache_of(const struct rank *r, int il) {
+static struct expert_cache expert_cache_of(const struct rank *r, int visit) {
+    const int il = layer_of_block(r->m, r->m->layers[visit].block); /* visits of a layer have its slots */
     const struct layer *layer = &r->m->layers[il];
     struct expert_cache a = r->cuda->cache;
     const struct offload o = r->cuda->sizes.offload;
@@ -8949,9 +9541,10 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0]);
-    else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial) && decode_group(r, s->il) == r->n_tok)
+    else if (s->norm && decode && layer->n_expert && norm_fuses(r, s->x, s->partial) &&
+             decode_group(r, s->il) == r->n_tok)
         norm = norm_input_of(r, s->x, s->partial, s->norm);
-    else norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
+    else if (s->norm) norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
     if (layer->n_expert) moe_ffn(r, s, norm);
     else if (decode) ffn_decode(r, s->il, false, 0, 0, r->n_tok, s->in[0], s->out[0]);
     else dense_ffn_prefill(r, s->il, 0, s->in[0], s->out[0]);
@@ -8977,6 +9570,9 @@ static void cuda_logits(struct rank *r, const float *norm, const struct weight *
     w.n_out = head->n_out;
     w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     if (w.n_out) matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
+    if (w.n_out && r->m->logit_cap > 0)
+        LAUNCH_PDL(k_soft_cap, dim3(ceil_div(w.n_out, 256), (unsigned)n), 256, 0, c->stream, c->logits,
+                   c->logits_stride, w.n_out, r->m->logit_cap);
     if (shard->n_rank > 1) {
         struct send_args s =
             send_of(r, CH_LOGITS, shard->rank ? NULL : root->logits_flag, shard->rank ? 0 : shard->n_rank);
@@ -9499,7 +10095,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     for (int il = 0; il < model_blocks(m); il++)
         for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
              rule = rule_next(rule, &m->layers[il]))
-            if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER)
+            if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER && layer_of_block(m, m->layers[il].block) == il)
                 total += (double)held_bytes(c, &m->layers[il], rule_weight(rule, &m->layers[il]));
     if (!c->failed &&
         total > (double)f.free) /* another rank on this GPU may have uploaded already: its bytes are not free */
@@ -9513,11 +10109,20 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     vector_upload(r, &m->hc_head.fn, (size_t)(m->n_hc * m->n_hc) * (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.base, (size_t)m->n_hc, "norms");
     vector_upload(r, &m->hc_head.scale, 1, "norms");
+    vector_upload(r, &m->embd_norm, (size_t)m->n_embd, "norms");
+    vector_upload(r, &m->read_end, (size_t)m->n_embd, "norms");
     for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
         struct layer *layer = &m->layers[il];
+        const struct layer *first = &m->layers[layer_of_block(m, layer->block)];
         snprintf(what, sizeof what, "layer %d", il);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (rule->field == NOT_BOUND) continue;
+            if (layer != first) { /* a visit has the copies of the layer's first */
+                if (rule_is_weight(rule)) *rule_weight(rule, layer) = *rule_weight(rule, first);
+                else if (rule->kind == TENSOR_VECTOR) *rule_vector(rule, layer) = *rule_vector(rule, first);
+                else layer->expert_ids = first->expert_ids;
+                continue;
+            }
             if (rule->kind == TENSOR_VECTOR) { /* biases of matrices have come with these, which stand before them */
                 const float **v = rule_vector(rule, layer);
                 if (*v == *rule_vector(rule, &c->shard->layers[il]))
@@ -9561,7 +10166,9 @@ static void upload_check(struct rank *r) {
                  {"output_norm.weight", vector_missing(m->output_norm, shard->output_norm)},
                  {"output_hc_fn.weight", vector_missing(m->hc_head.fn, shard->hc_head.fn)},
                  {"output_hc_base.weight", vector_missing(m->hc_head.base, shard->hc_head.base)},
-                 {"output_hc_scale.weight", vector_missing(m->hc_head.scale, shard->hc_head.scale)}};
+                 {"output_hc_scale.weight", vector_missing(m->hc_head.scale, shard->hc_head.scale)},
+                 {"token_embd_norm.weight", vector_missing(m->embd_norm, shard->embd_norm)},
+                 {"output_res.weight", vector_missing(m->read_end, shard->read_end)}};
     static const char why[] = "was not copied to the GPU, which is a mistake in the program";
     for (const auto &x : whole)
         if (x.missing) rank_fail(r, "tensor '%s' %s", x.name, why);
@@ -9908,6 +10515,10 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
             "attention over chosen blocks of %d keys with heads of %d and %d (layer %d) is not supported on a GPU; "
             "use --cpu",
             a->index_block, dk, dv, il);
+    else if (layer->mixer == MIXER_REL && !attn_biased(dk, dv))
+        snprintf(why, ERR_MAX,
+                 "a bias by distance with heads of %d and %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,
+                 il);
     else if (a->q_gate && a->n_gate)
         snprintf(why, ERR_MAX, "two kinds of gates in attention (layer %d) are not supported on a GPU; use --cpu", il);
 }

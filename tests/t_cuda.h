@@ -68,8 +68,8 @@ static struct {
     double worst;            /* relative RMS error of an operation, at most */
     double limit, moe_limit; /* the second: of norm_ffn for more than 16 tokens */
     int chosen, other;       /* keys that the indexer chose, and those among them that the CPU did not */
-    bool rounded;            /* model.qat, in csa_store: values were rounded to few bits */
-    size_t values, turned;   /* such values, and those that rounding took to another one than the CPU's */
+    bool rounded;          /* values were rounded to few bits: model.qat in csa_store, an FP8 cache in rel_attention */
+    size_t values, turned; /* such values, and those that rounding took to another one than the CPU's */
 } pair;
 
 static float *pair_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
@@ -188,14 +188,28 @@ static void pair_residual(struct rank *r, const char *op, int il, enum act x) {
 
 /* The slots that a step reads. */
 static void pair_in_step(struct rank *r, const struct step *s) {
-    const bool streams = pair_streams(r) && s->x == A_X;
+    const bool streams = (r->m->n_res || pair_streams(r)) && s->x == A_X;
     if (s->x == ACT_COUNT) pair_in(r, s->in);
     else if (streams) pair_in(r, (const enum act[]){A_HC, A_MIX, s->partial, ACT_COUNT});
     else pair_in(r, (const enum act[]){s->x, s->partial, ACT_COUNT});
 }
 
+static void pair_out_embed(struct rank *r, const struct step *s) {
+    if (r->m->n_res) pair_slot(r, "embed", -1, A_HC, r->m->n_embd, false); /* the other rows have nothing yet */
+    else pair_residual(r, "embed", -1, s->out[0]);
+}
+
+/* The blocks, what is read of them, and the inputs of the convolution. */
+static void pair_out_blocks(struct rank *r, const struct step *s) {
+    pair_out(r, "read_blocks, blocks", s->il, A_HC);
+    for (int i = 0; s->out[i] != ACT_COUNT; i++) pair_out_half(r, "read_blocks", s->il, s->out[i]);
+    if (s->partial != ACT_COUNT)
+        pair_cache(r, s->ffn ? s->il : s->il - 1, s->ffn ? CACHE_CONV_ATTN : CACHE_CONV_FFN, "ring of results");
+}
+
 static void pair_out_last_reduce(struct rank *r, const struct step *s) {
-    pair_residual(r, "last_reduce, streams", -1, s->x);
+    if (r->m->n_res) pair_out(r, "last_reduce, blocks", -1, A_HC);
+    else pair_residual(r, "last_reduce, streams", -1, s->x);
     pair_out(r, "last_reduce", -1, s->x);
 }
 
@@ -213,6 +227,16 @@ static void pair_out_ffn(struct rank *r, const struct step *s) {
 static void pair_out_attention(struct rank *r, int il, enum act out) {
     pair_cache(r, il, CACHE_K, "cache of k");
     pair_cache(r, il, CACHE_V, "cache of v");
+    pair_heads(r, "attention", il, out);
+}
+
+static void pair_out_rel(struct rank *r, int il, enum act out) {
+    pair_cache(r, il, CACHE_CONV_K, "ring of keys");
+    pair_cache(r, il, CACHE_CONV_V, "ring of values");
+    pair.rounded = r->kv_type == KV_FP8; /* keys and values come from sums of several tokens: last bits differ */
+    pair_cache(r, il, CACHE_K, "cache of k");
+    pair_cache(r, il, CACHE_V, "cache of v");
+    pair.rounded = false;
     pair_heads(r, "attention", il, out);
 }
 
@@ -293,14 +317,14 @@ static void pair_mtp_hidden(struct rank *r) {
 /* For each operation of a forward: the slots that it reads, which the GPU gets from the CPU first, and what is compared
  * afterwards. An operation without these two lines does not compile. */
 #define PAIR_IN_embed          (void)0
-#define PAIR_OUT_embed         pair_residual(r, "embed", -1, s->out[0])
+#define PAIR_OUT_embed         pair_out_embed(r, s)
 #define PAIR_IN_mtp_input      pair_in_mtp(r, s)
 #define PAIR_OUT_mtp_input     pair_out_mtp(r, s)
 #define PAIR_IN_linear         pair_in_step(r, s)
 #define PAIR_OUT_linear        pair_out_linear(r, s)
 #define PAIR_IN_hc_linear      pair_in_step(r, s)
 #define PAIR_OUT_hc_linear     pair_slot(r, "hc_linear", s->il, s->out[0], r->m->n_hc * s->w[0]->n_out, false)
-#define PAIR_IN_streams_norm   (void)0 /* no GPU has these seven: see gpu_lacks */
+#define PAIR_IN_streams_norm   (void)0 /* no GPU has these four: see gpu_lacks */
 #define PAIR_OUT_streams_norm  (void)0
 #define PAIR_IN_streams_read   (void)0
 #define PAIR_OUT_streams_read  (void)0
@@ -308,12 +332,12 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_ngrams        (void)0
 #define PAIR_IN_ngrams_add     (void)0
 #define PAIR_OUT_ngrams_add    (void)0
-#define PAIR_IN_read_blocks    (void)0
-#define PAIR_OUT_read_blocks   (void)0
-#define PAIR_IN_mix_message    (void)0
-#define PAIR_OUT_mix_message   (void)0
-#define PAIR_IN_rel_attention  (void)0
-#define PAIR_OUT_rel_attention (void)0
+#define PAIR_IN_read_blocks    pair_in(r, (const enum act[]){A_HC, s->partial, ACT_COUNT})
+#define PAIR_OUT_read_blocks   pair_out_blocks(r, s)
+#define PAIR_IN_mix_message    pair_in_step(r, s)
+#define PAIR_OUT_mix_message   pair_slot(r, "mix_message", s->il, s->out[0], r->m->n_embd, true)
+#define PAIR_IN_rel_attention  pair_in_step(r, s)
+#define PAIR_OUT_rel_attention pair_out_rel(r, s->il, s->out[0])
 #define PAIR_IN_group_linear   pair_in_step(r, s)
 #define PAIR_OUT_group_linear  pair_out_group_linear(r, s->il, s->out[0])
 #define PAIR_IN_qk_norm_rows   pair_in_step(r, s)
@@ -424,7 +448,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
         }
     }
     CHECK(100 * pair.other <= pair.chosen, "%s: %d of %d chosen keys are others", name, pair.other, pair.chosen);
-    CHECK(10000 * pair.turned <= pair.values && (pair.values > 0) == m->qat,
+    CHECK(10000 * pair.turned <= pair.values && (!m->qat || pair.values > 0),
           "%s: %zu of %zu values are rounded otherwise", name, pair.turned, pair.values);
     cpu_ops.close(&cpu);
     gpu.ops->close(&gpu);
@@ -707,7 +731,9 @@ static void test_cuda_operations(void) {
                                         "glm5_next_nvfp4",
                                         "nemotron_h",
                                         "nemotron_h_nvfp4",
-                                        "nemotron_h_dense"};
+                                        "nemotron_h_dense",
+                                        "inkling2_loop",
+                                        "inkling2_nvfp4"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);
@@ -802,6 +828,44 @@ void cuda_test_mamba(void) {
         struct model m = {0};
         synth_make(&m, &mamba_shapes[i], NULL, false);
         pair_forwards(m.name, &m, KV_FP8, 128, 2, MOE_ACT_F16, n);
+        model_free(&m);
+    }
+}
+
+/* Attention with a bias by distance, blocks of layers, layers that run three times: the heads of the release, and fewer
+ * values and taps; rows that k_blocks<8> holds. All experts are chosen: in a model this small and as deep a choice that
+ * rounding turns changes everything after it. */
+#define REL_KEYS                                                                                                  \
+    "attention.clip=9 attention.relative.clip=6 attention.temperature_scale=0.1 attention.temperature_length=24 " \
+    "ffn_gate_softcap=2 ffn_up_softcap=3 final_logit_softcapping=12 vocab_size=200 context_length=1024 "
+static const struct synth rel_shapes[] = {
+    {"heads of 128", "inkling2",
+     .keys = REL_KEYS
+     "block_count=8 embedding_length=256 attention.head_count=8 attention.head_count_kv=2 attention.key_length=128 "
+     "attention.sliding_window=48 attention.conv_kernel=4 attention.relative.head_length=16 "
+     "attention.relative.extent=70 attn_res.block_size=2 loop.first_layer=2 loop.layer_count=4 loop.pass_count=3 "
+     "loop.gate_rank=24 expert_count=4 expert_used_count=4 expert_feed_forward_length=128"},
+    {"heads of 32", "inkling2",
+     .keys = REL_KEYS
+     "block_count=6 embedding_length=128 attention.head_count=20 attention.head_count_kv=1 attention.key_length=32 "
+     "attention.sliding_window=200 attention.conv_kernel=2 attention.relative.head_length=6 "
+     "attention.relative.extent=9 attn_res.block_size=3 expert_count=2 expert_used_count=2 "
+     "expert_feed_forward_length=64"},
+    {"long rows", "inkling2",
+     .keys = REL_KEYS
+     "block_count=2 embedding_length=4160 attention.head_count=2 attention.head_count_kv=1 attention.key_length=64 "
+     "attention.sliding_window=20 attention.conv_kernel=3 attention.relative.head_length=10 "
+     "attention.relative.extent=30 attn_res.block_size=1 loop.first_layer=1 loop.layer_count=1 loop.pass_count=2 "
+     "loop.gate_rank=16 expert_count=2 expert_used_count=2 expert_feed_forward_length=64"}};
+
+void cuda_test_relative(void) {
+    static const int n[] = {40, 1, 16, 9, 33, 2, 17, 1, 0}, few[] = {18, 2, 0}, splits[] = {2, 1, 64};
+    cuda_test_begin(12);
+    for (int i = 0; i < 3; i++) {
+        struct model m = {0};
+        synth_make(&m, &rel_shapes[i], NULL, false);
+        for (int kv = 0; kv < 2; kv++)
+            pair_forwards(m.name, &m, kv ? KV_FP8 : KV_BF16, 128, splits[i], MOE_ACT_F16, i < 2 ? n : few);
         model_free(&m);
     }
 }
@@ -1409,7 +1473,7 @@ static void launches_call(void *arg) {
  * the same bytes within 5 %. The profile counts results; the forecast counts vectors, which are up to 20 % of a small
  * router or delta net. */
 static void launches_check(const char *model, struct session *s) {
-    enum { CAP = 128 };
+    enum { CAP = 320 };
     struct profile_row row[CAP];
     int32_t ids[1] = {5};
     struct bench_call call = {.s = s, .ids = ids, .n = 1, .rows = 1};
@@ -1675,10 +1739,10 @@ static void forgetful_progress(double done, double total) {
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11};
-    static const char *const fixtures[] = {"gpt_oss", "qwen3_next", "nemotron_h"};
+    static const char *const fixtures[] = {"gpt_oss", "qwen3_next", "nemotron_h", "inkling2_loop"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 9; i++) {
         struct model m = {0};
         struct rank r = {0};
         if (i < 5) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
@@ -1740,7 +1804,7 @@ static void test_cuda_recurrent(void) {
     static const char *const names[] = {"qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h"};
     static const int chunks[] = {1, 2, 16, 17, 64, 70};
     cuda_test_begin(10);
-    for (int f = 0; f < 3; f++) {
+    for (int f = 0; f < 4; f++) {
         struct model m;
         struct session s;
         char path[256];
@@ -1983,6 +2047,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("glm5_next", &stages, 1, 60);
     layouts_agree("glm5_next_nvfp4", virtual, 1, 70);
     layouts_agree("nemotron_h", &stages, 1, 40);
+    synth_agrees(&rel_shapes[0], &virtual[0], 50);
+    synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&mamba_shapes[0], &virtual[0], 30);
 #ifdef SIMULATED
     static const struct layout several[] = {
@@ -2172,11 +2238,8 @@ static void test_cuda_resize(void) {
     static const struct {
         const char *name;
         enum kv_type kv;
-    } of[] = {{"qwen3moe", KV_FP8},
-              {"qwen3_5_moe", KV_BF16},
-              {"deepseek_v32", KV_BF16},
-              {"deepseek_v4", KV_BF16},
-              {"glm5_next", KV_BF16}};
+    } of[] = {{"qwen3moe", KV_FP8},     {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16},
+              {"deepseek_v4", KV_BF16}, {"glm5_next", KV_BF16},   {"inkling2_loop", KV_FP8}};
     static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
     for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
         struct model m;
@@ -2338,15 +2401,29 @@ void cuda_test_parallel(void) {
         {"glm5_next", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 1},
         {"glm5_next_nvfp4", NULL, 2, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"glm5_next", NULL, 1, 1, KV_FP8, 3, 330, cuda_parallel_open, 256, true, 0},
+        {"inkling2_loop", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
+        {"inkling2_nvfp4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"inkling2_loop", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_parallel(&cases[i]);
     cuda_test_devices(1, true);
 }
 
+/* What the rounding of a BF16 cache alone does to the logits of a CPU, twice the NMSE. */
+static double rounded_by_cpu(const struct model *m, const int32_t *ids, int n, const float *want) {
+    float *got = all_logits(m, &kernels_ref, KV_BF16, 2, ids, n);
+    const double e = nmse(got, want, (size_t)n * (size_t)m->n_vocab);
+    free(got);
+    return 2 * e;
+}
+
 /* Logits against Hugging Face's: of a prefill, then of decoding after half of it. Where an indexer chooses keys rounding
  * decides one of 20,000 choices, see pair_out_select_keys; it changes that token and those that see it: in deepseek_v32
  * 13 of 128, by which the NMSE of all is 5e-3, in the others at most 3, and it is 2.4e-4 or less. Where tensor cores cut
- * sums off it decides more: NMSEs of 1.4e-2 and 5.6e-3, with medians as small as before. */
+ * sums off it decides more: NMSEs of 1.4e-2 and 5.6e-3, with medians as small as before. inkling2_loop chooses experts
+ * 15 times for a token, and a choice that rounding turns changes everything after it: numbers that are off by 5e-4 after
+ * each half give an NMSE of 4e-2 in double precision. There a CPU with the same cache is the measure, and cuda/relative
+ * has models without such choices. */
 static void test_cuda_fixtures(void) {
     cuda_test_begin(17);
     for (int f = 0; f < RANK_FIXTURES; f++) {
@@ -2365,8 +2442,9 @@ static void test_cuda_fixtures(void) {
         if (!cuda_session(&s, &m, n, KV_BF16, MOE_ACT_F16)) return;
         const bool dsa =
             !strcmp(name, "deepseek_v32") || !strncmp(name, "glm_moe_dsa", 11) || !strncmp(name, "glm5_next", 9);
-        const double limit = dsa && cuda_test_sums_cut() ? 3e-2 : strcmp(name, "deepseek_v32") ? 1e-3 : 1e-2;
-        cuda_compare(&s, name, ids, n, want, limit, 1e-3);
+        double limit = dsa && cuda_test_sums_cut() ? 3e-2 : strcmp(name, "deepseek_v32") ? 1e-3 : 1e-2, mid = 1e-3;
+        if (!strcmp(name, "inkling2_loop")) limit = mid = rounded_by_cpu(&m, ids, n, want);
+        cuda_compare(&s, name, ids, n, want, limit, mid);
         session_free(&s);
         float *got = batches_logits(&m, &one_rank, KV_BF16, ids, half, n, DECODE_MAX_TOKENS, 3);
         const double e = got ? nmse(got, want + (size_t)half * v, (size_t)(n - half) * v) : 0;
@@ -2391,7 +2469,8 @@ static void test_cuda_batches(void) {
         {"kimi_k2", KV_BF16, &two},          {"qwen3_5_moe", KV_FP8, &one},        {"hy_v3", KV_FP8, &one},
         {"glm4_moe_air", KV_BF16, &one},     {"deepseek_v4", KV_FP8, &one},        {"deepseek_v4_pro", KV_BF16, &two},
         {"kimi_linear", KV_FP8, &one},       {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},
-        {"nemotron_h_nvfp4", KV_BF16, &one}, {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two}};
+        {"nemotron_h_nvfp4", KV_BF16, &one}, {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two},
+        {"inkling2_loop", KV_FP8, &one},     {"inkling2_nvfp4", KV_BF16, &one}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -2799,6 +2878,12 @@ static void test_cuda_stats(void) {
         arrfree(ids);
         model_free(&m);
     }
+    struct model m = {0}; /* layers that run several times */
+    int32_t ids[41];
+    for (int i = 0; i < 41; i++) ids[i] = 7 * i % 200;
+    synth_make(&m, &rel_shapes[0], NULL, false);
+    stats_agree(&m, m.name, ids);
+    model_free(&m);
 }
 
 /* ---- feed-forwards with limits and biases ---- */
@@ -2998,11 +3083,11 @@ static void test_cuda_decode_bench(void) {
         {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
         {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools}, {"cuda/streams", test_cuda_streams},       \
         {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
-        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/recurrent", test_cuda_recurrent},         \
-        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
-        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
-        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \
-        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth},         \
-        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async},         \
-        {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan}, {"cuda/resize", test_cuda_resize},             \
-        {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},
+        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative},           \
+        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
+        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
+        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
+        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},

@@ -564,7 +564,12 @@ extern "C" void cuda_test_upload(void) {
             for (int i = 0; i < s.n_out; i++) ids.push_back(s.n_out - 1 - i);
             for (int i = 0; i < n_half; i++) freq.push_back(wide ? powf(0.99f, (float)i) : 1.0f / (float)(1 << i));
             gpu_array<int32_t> ids_d(ids);
-            gpu_array<float> freq_d(freq), x((size_t)(s.n_out * copies * n_in)), cs((size_t)s.n_out * n_half),
+            /* and some norm it, as the first of several rows of a token */
+            const bool normed = &s == &shapes[0];
+            const int stride = copies * n_in + (normed ? 8 : 0);
+            std::vector<float> norm;
+            for (int i = 0; i < n_in; i++) norm.push_back(0.5f + (float)(i % 7));
+            gpu_array<float> norm_d(norm), freq_d(freq), x((size_t)(s.n_out * stride)), cs((size_t)s.n_out * n_half),
                 sn((size_t)s.n_out * n_half), cs_2((size_t)s.n_out * 3), sn_2((size_t)s.n_out * 3);
             gpu_batch b(pos, s.n_out, pos);
             ids_d.arrive();
@@ -573,14 +578,18 @@ extern "C" void cuda_test_upload(void) {
             const double factor = wide ? 1 / (double)w.scale[0] : 1;
             const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
             LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, d, ids_d.p, batch_ref(b),
-                       x.p, copies, ropes);
+                       x.p, (size_t)stride, copies, normed ? norm_d.p : NULL, 1e-6f, ropes);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
             error_sum sum, angles;
             for (int i = 0; i < s.n_out; i++) {
-                for (int k = 0; k < copies * n_in; k++)
-                    sum.add((double)got[(size_t)(i * copies * n_in + k)] / s.size,
-                            w.v[(size_t)(ids[(size_t)i] * n_in + k % n_in)] * factor / s.size);
+                const double *row = &w.v[(size_t)(ids[(size_t)i] * n_in)];
+                double squares = 0;
+                for (int k = 0; k < n_in; k++) squares += row[k] * row[k];
+                for (int k = 0; k < copies * n_in; k++) {
+                    const double to = normed ? norm[(size_t)k] / sqrt(squares / n_in + 1e-6) : factor / s.size;
+                    sum.add((double)got[(size_t)(i * stride + k)] / (normed ? 1 : s.size), row[k % n_in] * to);
+                }
                 for (int k = 0; k < n_half; k++) {
                     const double a = (double)((float)(pos + i) * freq[(size_t)k]);
                     angles.add((double)c[(size_t)(i * n_half + k)], 1.5 * cos(a));
@@ -605,8 +614,8 @@ extern "C" void cuda_test_upload(void) {
     gpu_array<int32_t> ids_d(ids);
     gpu_batch b(0, 130, 0);
     ids_d.arrive();
-    LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, batch_ref(b), x.p, 1,
-               rope_tables{});
+    LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, batch_ref(b), x.p, (size_t)224,
+               1, (const float *)NULL, 0.0f, rope_tables{});
     finish("embedding");
     const std::vector<float> got = x.get();
     double worst = 0, largest = 0;

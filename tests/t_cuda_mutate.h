@@ -19,6 +19,7 @@ extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_kda(void);
 extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
+extern "C" void cuda_test_relative(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
@@ -56,6 +57,7 @@ static const struct {
                     {"kda", cuda_test_kda},
                     {"pools", cuda_test_pools},
                     {"mamba", cuda_test_mamba},
+                    {"relative", cuda_test_relative},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
                     {"parallel", cuda_test_parallel},
@@ -128,7 +130,7 @@ static void change_sinks(const char *launch, void *args, F sink) {
         if (!a.sinks) return;
         float *changed = changed_floats((size_t)a.n_head);
         for (int h = 0; h < a.n_head; h++) changed[h] = sink(a, a.sinks[h]);
-        a.sinks = changed;
+        a.sinks = changed, a.sink_stride = 0;
     });
 }
 static void sinks_by_split(const char *launch, void *args) { /* as many are one of an exponential times that */
@@ -363,6 +365,98 @@ static void rings_of_first(const char *launch, void *args) {
 static void states_of_first(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_delta_decode", args, [](auto &a) { a.state_stride = 0; });
 }
+static void blocks_tap_of_next(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.taps = a.taps ? a.taps + 1 : NULL; });
+}
+static void blocks_added_before(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.to -= a.conv.x && a.to > 1; });
+}
+static void blocks_never_begin(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.begins = false; });
+}
+static void blocks_begin_always(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.begins |= a.conv.x != NULL; });
+}
+static void blocks_not_moved(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.moved = 0; });
+}
+static void blocks_read_one_fewer(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.n_row -= a.n_row > 1; });
+}
+static void blocks_read_by_first(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.n_read = min(a.n_read, 1); });
+}
+static void blocks_ring_not_kept(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.keep = false; });
+}
+static void blocks_ring_of_first(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.conv.ring.n_row -= a.conv.x ? 1 : 0; });
+}
+static void blocks_message_query(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args,
+                                 [](auto &a) { a.message_query = a.messages && a.query ? a.query : a.message_query; });
+}
+static void blocks_fewer_messages(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.n_message -= a.n_message > 1; });
+}
+static void blocks_fewer_taps(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.conv.n_conv -= a.conv.n_conv > 1; });
+}
+static void blocks_norm_of_first(const char *launch, void *args) {
+    change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.norm[1] = a.norm[2] = a.norm[0]; });
+}
+static void message_swapped(const char *launch, void *args) {
+    change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { std::swap(a.forget, a.gain); });
+}
+static void message_factors(const char *launch, void *args) {
+    change_if<struct message_args>(launch, "k_mix_message", args,
+                                   [](auto &a) { a.factors++; });
+}
+static void message_other(const char *launch, void *args) {
+    change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { a.pair += a.n / 2; });
+}
+static void rel_no_temperature(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.shape.temp_scale = 0; });
+}
+static void rel_clip_swapped(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args,
+                               [](auto &a) { std::swap(a.shape.qk_clip, a.shape.rel_clip); });
+}
+static void rel_values_as_keys(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.taps[1] = a.taps[0]; });
+}
+static void rel_own_of_keys(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.own[1] = a.own[0]; });
+}
+static void rel_own_of_next(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.own[0] += a.shape.window ? 0 : 1; });
+}
+static void rel_ring_not_kept(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.keep = false; });
+}
+static void rel_ring_shorter(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.conv[0].ring.n_row--; });
+}
+static void rel_window_taps(const char *launch, void *args) {
+    change_if<struct rel_args>(launch, "k_rel_prepare", args,
+                               [](auto &a) { a.conv[0].n_conv -= a.conv[0].n_conv > 1; });
+}
+static void keep_one_fewer(const char *launch, void *args) {
+    change_if<struct keep_conv_args>(launch, "k_keep_conv", args, [](auto &a) { a.first++; });
+}
+static void bias_shorter(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.extent -= a.rel ? 1 : 0; });
+}
+static void bias_of_next(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.bank += a.rel ? 1 : 0; });
+}
+static void bias_of_fewer(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.n_rel -= a.rel ? 2 : 0; });
+}
+static void bias_sinks_of_first(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.sink_stride = 0; });
+}
+
 template <class F>
 static void change_mamba(const char *launch, void *args, F f) {
     change_if<struct delta_args>(launch, "k_mamba_scan", args, f);
@@ -696,6 +790,35 @@ static const struct {
                 {"kda", "the first head alone has a gate", gate_of_first_head},
                 {"kda", "rows of a decode are packed", queries_packed},
                 {"kda", "rows of a prefill are packed", prefill_queries_packed},
+                {"relative", "taps of a token are those of the one before", blocks_tap_of_next},
+                {"relative", "a result goes to the row before", blocks_added_before},
+                {"relative", "a block begins with what the row had", blocks_never_begin},
+                {"relative", "every half begins its block anew", blocks_begin_always},
+                {"relative", "messages stay those of the first pass", blocks_not_moved},
+                {"relative", "the last row is not read", blocks_read_one_fewer},
+                {"relative", "all readings have the first query", blocks_read_by_first},
+                {"relative", "rings of results do not get a token", blocks_ring_not_kept},
+                {"relative", "rings of results are shorter by a row", blocks_ring_of_first},
+                {"relative", "messages have the query of the input", blocks_message_query},
+                {"relative", "a message lacks its last row", blocks_fewer_messages},
+                {"relative", "the convolution lacks its oldest token", blocks_fewer_taps},
+                {"relative", "readings have the norm of the first", blocks_norm_of_first},
+                {"relative", "messages forget by their gain", message_swapped},
+                {"relative", "a message has the factor of the input", message_factors},
+                {"relative", "the message is the input of the next", message_other},
+                {"relative", "queries do not grow", rel_no_temperature},
+                {"relative", "queries have the clip of relative states", rel_clip_swapped},
+                {"relative", "values have the taps of keys", rel_values_as_keys},
+                {"relative", "values have the token's taps of keys", rel_own_of_keys},
+                {"relative", "a token has the taps of the next", rel_own_of_next},
+                {"relative", "rings of keys do not get a token", rel_ring_not_kept},
+                {"relative", "rings of keys are shorter by a row", rel_ring_shorter},
+                {"relative", "taps of a window are divided as without one", rel_window_taps},
+                {"relative", "a prefill keeps a token fewer", keep_one_fewer},
+                {"relative", "the bias ends a distance early", bias_shorter},
+                {"relative", "the bias is that of the next distance", bias_of_next},
+                {"relative", "a relative state lacks its last values", bias_of_fewer},
+                {"relative", "tokens have the sinks of the first", bias_sinks_of_first},
                 {"pools", "pools have no offsets", pools_without_offsets},
                 {"pools", "pools have the offsets of the next token", next_offsets},
                 {"pools", "keys are their own gates", other_gates_of_keys},

@@ -179,6 +179,7 @@ enum { ROW = 64, AT = 32 };
 
 #define STORES(L)                                                                                                      \
     L(st_f32, "st.f32", generic, 1, r, 32, 0) L(st_v2_f32, "st.v2.f32", generic, 2, r, 32, 0)                          \
+    L(st_v4_f32, "st.v4.f32", generic, 4, r, 32, 0)                                                                    \
     L(stg_u8, "st.global.u8", global, 1, r, 8, 0) L(stg_u8_16, "st.global.u8", global, 1, h, 8, 0)                     \
     L(stg_u16, "st.global.u16", global, 1, h, 16, 0) L(stg_u16_32, "st.global.u16", global, 1, r, 16, 0)               \
     L(stg_u32, "st.global.u32", global, 1, r, 32, 0) L(stg_u32_64, "st.global.u32", global, 1, l, 32, 0)               \

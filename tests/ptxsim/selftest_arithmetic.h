@@ -401,6 +401,7 @@ static bool is_logarithm(u32 d, u32 a) {
     X(selp_u32, 80, INTS, r, r, r, r, PREDICATE("%3") "selp.u32 %0, %1, %2, p;", d == (c & 1 ? a : b))                 \
     X(selp_f32, 80, INTS, r, r, r, r, PREDICATE("%3") "selp.f32 %0, %1, %2, p;", d == (c & 1 ? a : b))                 \
     X(selp_b64, 80, INTS, l, l, l, r, PREDICATE("%3") "selp.b64 %0, %1, %2, p;", d == (c & 1 ? a : b))                 \
+    X(selp_u64, 80, INTS, l, l, l, r, PREDICATE("%3") "selp.u64 %0, %1, %2, p;", d == (c & 1 ? a : b))                 \
     X(selp_f64, 80, INTS, l, l, l, r, PREDICATE("%3") "selp.f64 %0, %1, %2, p;", d == (c & 1 ? a : b))                 \
     X(and_pred, 80, INTS, r, r, r, r, PREDICATES "and.pred p, p, q;" SHOW, d == (a & b & 1))                           \
     X(or_pred, 80, INTS, r, r, r, r, PREDICATES "or.pred p, p, q;" SHOW, d == ((a | b) & 1))                           \
