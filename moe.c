@@ -1958,7 +1958,8 @@ struct max_dims {
     int decays, low;                          /* their decays; values of a low rank */
     int latent;                               /* n_latent */
     int rel, sinks, kv_taps, gate_low; /* attention with a bias by distance: relative states, sinks, taps; n_gate_low */
-    bool tiles;                        /* a GPU makes tiles of tokens: a value head of a layer has one decay */
+    int planes;                        /* halves that a GPU's tiles of tokens have for a value of queries or keys: of
+                                        * a layer with a decay for each row of a state 5, otherwise 3 */
     int n_expert_used;                 /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
@@ -3387,9 +3388,9 @@ enum {
     ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
     ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
     ROW_SUMS = 1024,                        /* sums of row norms that are a row of an all-reduce in prefill */
-    DELTA_TILE = 64,                        /* tokens that a gated delta net takes at once in prefill */
+    DELTA_TILE = 64,                        /* tokens that a recurrent layer takes at once in prefill */
     DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
-    DELTA_FADES = 2 * DELTA_TILE + 4,       /* floats of a tile's decays, see k_delta_prepare */
+    DELTA_FADES = 4 * DELTA_TILE + 4,       /* floats of a tile's factors, see enum delta_fade */
     MLA_SEGMENT = MLA_SEGMENT_KEYS,         /* keys that latent attention expands at once; whole tiles of 64 */
     PAGE_BYTES = 2 << 20                    /* the driver rounds large allocations up to multiples of this */
 };
@@ -3573,7 +3574,7 @@ struct gpu_dims {
     size_t ranks;           /* that NCCL gathers from, or 0 */
     size_t sum16;           /* tokens of an all-reduce by NCCL in BF16, or 0 */
     size_t logits;          /* floats of a row of logits, or 0 */
-    size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
+    size_t delta, planes;   /* tokens of a segment of a recurrent layer's prefill, or 0; max_dims.planes; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
     size_t mtp_hidden;      /* hidden states for the MTP layer in the first ring, */
     size_t mtp_own;         /* and in that of a timeline; 0: there is none */
@@ -3642,7 +3643,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.sum16 = s.nccl ? d.n : 0;
     d.keys = (size_t)(m->max.mix - m->max.z);
     d.values = (size_t)m->max.values;
-    d.delta = m->max.tiles && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
+    d.planes = (size_t)m->max.planes;
+    d.delta = d.planes && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
     d.mtp_hidden = m->n_mtp ? d.n + MTP_HIDDEN_MORE : 0;
     d.mtp_own = m->n_mtp && s.n_timeline > 1 ? MTP_HIDDEN_OWN : 0;
@@ -3771,9 +3773,9 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(ring, uint8_t, d.ring)                                                                             \
     X(no_jobs, int32_t, d.zeros)                                                                         \
     X(one_job, struct expert_job, d.act[A_LATENT] ? d.decode + 1 : 0)                                    \
-    X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                                      \
+    X(delta.qk, uint16_t, d.delta * d.keys / 2 * d.planes)                                               \
     X(delta.v, float, d.delta * d.act[A_Z])                                                              \
-    X(delta.gates, float, d.delta * 2 * d.values)                                                        \
+    X(delta.gates, float, d.delta * 4 * d.values)                                                        \
     X(delta.tiles, uint16_t, d.delta * d.values * 3 * DELTA_TILE)                                        \
     X(delta.fades, float, d.delta / DELTA_TILE * d.values * DELTA_FADES)                                 \
     X(logits, float, LOGIT_ROWS * d.logits)                                                              \
@@ -5907,7 +5909,7 @@ static void model_max_dims(struct model *m) {
         x->values = int_max(x->values, layer->delta.n_value);
         x->decays = int_max(x->decays, layer_dim(m, layer, DIM_DECAYS));
         x->low = int_max(x->low, layer->delta.low);
-        x->tiles |= layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1;
+        x->planes = int_max(x->planes, !recurrent ? 0 : layer->delta.n_decay > 1 ? 5 : 3);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);

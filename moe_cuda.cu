@@ -26,7 +26,10 @@
  *                           gemm_kernel
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
- *   Mamba-2               k_mamba_scan, k_mamba_finish               the same
+ *   Kimi delta attention  k_delta_decode                             k_delta_mix, k_kda_prepare, k_delta_scan,
+ *                                                                      k_delta_finish
+ *   Mamba-2               k_mamba_scan, k_mamba_finish               k_delta_mix, k_mamba_prepare, k_delta_scan,
+ *                                                                      k_mamba_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
@@ -80,6 +83,7 @@
  *   Attention of one KV head: what it reads       compressed keys
  *   Gated delta net                               k_delta_decode
  *   Gated delta net: tiles                        k_delta_mix, k_delta_prepare
+ *   Gated delta net: tiles of other rules         k_kda_prepare, k_mamba_prepare
  *   Gated delta net: scan                         k_delta_scan, k_delta_finish
  *   Mamba-2                                       k_mamba_scan, k_mamba_finish
  *   Sampling
@@ -6284,15 +6288,18 @@ static void csa_store(const struct csa_args *args, bool with_heads, cudaStream_t
 /* ============================================================================================================
  * Gated delta net
  *
- * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: recurrent
+ * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rules, in "CPU operations: recurrent
  * states". Rows are the n_uncommitted tokens that the state lacks, whose inputs are in the rings, and then the
  * forward's own. Decode is one kernel. Prefill lets it take the lagging rows into the state one by one, so that what
  * follows does not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows: k_delta_mix
  * makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state, k_delta_scan
- * goes from tile to tile with the state, and k_delta_finish norms the results.
+ * goes from tile to tile with the state, and k_delta_finish norms the results. Kimi delta attention and Mamba-2 have
+ * tiles by the same kernels, but for what a tile needs besides the state (enum delta_rule).
  *
- * Kimi delta attention has a decay for each row of S. k_delta_decode takes any number of its rows, one by one: 0.5 us
- * each. In a tile a key would be divided by its decays, whose products over a tile leave the range of F16.
+ * Floors of prefill, for a layer of Kimi Linear (32 heads of 128 with a decay for each channel) and one row: 90 KB of
+ * inputs, gates and results, 50 ns at 1.8 TB/s, and 280 KB that the kernels write and read between them, most of which L2
+ * holds; 5 M multiplications by MMA, 30 ns, and 0.1 M others within blocks of 16 rows. The scan is a chain of tiles: 8,500
+ * cycles for 64 rows are 55 ns a row at 2.4 GHz, where there are no more blocks (128) than SMs.
  *
  * In prefill with tiles the factors of the state are pairs of F16 numbers, the rounded number and the rest: the state's
  * relative error is 1e-6, against 3e-4 to 1e-3 with one F16 number each. Products that only the result needs have one.
@@ -6310,12 +6317,30 @@ enum {
 
 /* What prefill makes for a segment: the buffers of a rank. */
 struct delta_tiles {
-    uint16_t *qk;    /* (rows, 3, n_key * head_k) queries and keys of norm 1, and the rest of the keys */
-    float *v;        /* (rows, n_value * head_v) values, then results */
-    float *gates;    /* (rows, 2 n_value) logarithms of the decay, and beta */
+    uint16_t *qk;    /* (rows, delta_planes, n_key * head_k) queries and keys, see enum delta_plane */
+    float *v;        /* (rows, n_value * head_v) values, then results, but of Mamba-2 */
+    float *gates;    /* (rows, 2 (n_value + n_key)) logarithms of the decay; beta or time steps; of Mamba-2 the factors
+                      * that undo the scales of queries and of keys */
     uint16_t *tiles; /* (tiles, n_value, 3, 64, 64) T, P and the rest of T as A fragments, see k_delta_prepare */
-    float *fades;    /* (tiles, n_value, DELTA_FADES) */
+    float *fades;    /* (tiles, n_value, DELTA_FADES), see enum delta_fade */
 };
+
+/* The rule by which a kernel of tiles updates the state: that of the gated delta net, with a decay for a value head; of
+ * Kimi delta attention, with one for each row of the state; of Mamba-2. */
+enum delta_rule { RULE_NET, RULE_KDA, RULE_MAMBA };
+
+/* Queries and keys of a segment: the rounded numbers, and of keys the rest. KDA multiplies them by their decays: queries
+ * and keys by those from the tile's first row to their own; the keys that go into the state by those from the row after
+ * theirs to the last that goes into it. */
+enum delta_plane { DELTA_Q, DELTA_K, DELTA_K_REST, DELTA_INTO, DELTA_INTO_REST };
+static constexpr __host__ __device__ int delta_planes(int rule) { return rule == RULE_KDA ? 5 : 3; }
+
+/* Where the factors of a tile stand, DELTA_TILE of each: of the state in a row's result; of what a row adds to the
+ * state; of Mamba-2's values; of what they give in its results. Then that of the state. KDA has the factors of the state's rows instead of
+ * all these. */
+enum delta_fade { FADE_STATE = 0, FADE_ADDED = 1, FADE_VALUE = 2, FADE_RESULT = 3, FADE_LAST = 4 };
+static_assert((int)FADE_LAST * (int)DELTA_TILE < (int)DELTA_FADES && (int)DELTA_HEAD <= (int)DELTA_FADES,
+              "the factors of a tile fit");
 
 struct delta_args {
     struct batch_ref batch;
@@ -6335,7 +6360,7 @@ struct delta_args {
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
     size_t out_stride;
     struct l2_prefetch prefetch; /* decode */
-    int n_own;                   /* k_delta_decode: own rows at most */
+    int n_own;                   /* k_delta_decode, k_mamba_scan: own rows at most */
     /* prefill: own rows first..first+n_row-1, of which there are n_row_all */
     struct delta_tiles t;
     int first, n_row, n_row_all;
@@ -6394,29 +6419,37 @@ DEVICE float delta_unit(const float x[4]) {
     return rsqrtf(warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) + 1e-6f);
 }
 
-/* Returns the logarithm of the decay (x) and beta (y) of value head j at position p of a run, whose first is pos. */
+/* Returns the logarithm of the decay (x), and beta or Mamba-2's time step (y), of value head j at position p of a run,
+ * whose first is pos. */
+template <bool MAMBA>
 DEVICE float2 delta_gates(const struct delta_args &a, const struct run &u, int pos, int p, int j) {
     const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride + j;
     const size_t own = (size_t)(u.first + p - pos);
     const int head = delta_value_head(a.shape, j);
     const float x = (p < pos ? kept[0] : a.alpha[own * a.alpha_stride + (size_t)j]) + a.dt_bias[head];
+    const float step = x > 20.0f ? x : log1pf(expf(x));
+    if (MAMBA) return make_float2(a.decay[head] * step, step);
     const float b = p < pos ? kept[a.shape.n_value] : a.beta[own * a.beta_stride + (size_t)j];
-    return make_float2(a.decay[head] * (x > 20.0f ? x : log1pf(expf(x))), sigmoid(b));
+    return make_float2(a.decay[head] * step, sigmoid(b));
 }
 
-/* Kimi delta attention: returns the decay of row i of head j's state at position p of a run; for i = head_k beta. */
-DEVICE float delta_gate(const struct delta_args &a, const struct run &u, int pos, int p, int j, int i) {
+/* Kimi delta attention: returns the logarithm of the decay of row i of head j's state at position p of a run. */
+DEVICE float delta_row_decay(const struct delta_args &a, const struct run &u, int pos, int p, int j, int i) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, head = d.first_key + j;
-    const size_t own = (size_t)(u.first + p - pos);
     const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride;
-    float x = p < pos   ? kept[j * (dk + 1) + i]
-              : i == dk ? a.beta[own * a.beta_stride + (size_t)j]
-                        : a.alpha[own * a.alpha_stride + (size_t)(j * dk + i)];
-    if (i == dk) return sigmoid(x);
+    const size_t own = (size_t)(u.first + p - pos);
+    float x = p < pos ? kept[j * (dk + 1) + i] : a.alpha[own * a.alpha_stride + (size_t)(j * dk + i)];
     x += a.dt_bias[head * dk + i];
     const float decay = a.decay[head];
-    return expf(d.bound < 0 ? d.bound * sigmoid(decay * x) : decay * (x > 20.0f ? x : log1pf(expf(x))));
+    return d.bound < 0 ? d.bound * sigmoid(decay * x) : decay * (x > 20.0f ? x : log1pf(expf(x)));
+}
+
+/* Kimi delta attention: returns beta of head j at position p of a run. */
+DEVICE float delta_beta(const struct delta_args &a, const struct run &u, int pos, int p, int j) {
+    const int dk = a.shape.head_k;
+    const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride;
+    return sigmoid(p < pos ? kept[j * (dk + 1) + dk] : a.beta[(size_t)(u.first + p - pos) * a.beta_stride + (size_t)j]);
 }
 
 /* Norms and gates a head's result o of a token, with one warp, and stores it. o (head_v), z: the head's gates, out: its
@@ -6464,8 +6497,8 @@ DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos,
  * 32 rows of its column of S; a head's 64 KB are in registers. A row costs one pass over them and one barrier: S^T k
  * and S^T q are summed together, because the result is a S^T q + (q.k) u. Reads and writes each state once: 128 KB a
  * head. An SM has one head, so that the limit is what one SM moves, not the memory: expect 3 us for 1 token, of which 1
- * us is latency, and 10 us for 16 after 16 that lag. KDA: Kimi delta attention, of any number of tokens: more than
- * DECODE_MAX_TOKENS go into the state, but for the last. There the rows of S are multiplied by their decays first. */
+ * us is latency, and 10 us for 16 after 16 that lag. KDA: Kimi delta attention. There the rows of S are multiplied by
+ * their decays first. */
 template <bool KDA>
 __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_constant__ struct delta_args a) {
     SHARED(float, qs, DELTA_STEP *DELTA_HEAD);
@@ -6485,7 +6518,6 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     const struct run &u = a.batch.at->run[blockIdx.y];
     const int pos = u.pos, first = u.n_committed, n_uncommitted = pos - first;
     const int own = min(u.n, a.n_own), n = n_uncommitted + own;
-    const int taken = KDA && own > DECODE_MAX_TOKENS ? n - 1 : n_uncommitted; /* rows that the state then has */
     float *state =
         a.state + (size_t)u.timeline * a.state_stride + (size_t)(j * dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
@@ -6500,7 +6532,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             if (KDA && kind == 3) {
                 UNROLL_BY(1) for (int v = 0; v < 4; v++) {
                     const int h = lane + 32 * v;
-                    ds[row * DELTA_HEAD + h] = h < dk ? delta_gate(a, u, pos, p, j, h) : 0;
+                    ds[row * DELTA_HEAD + h] = h < dk ? expf(delta_row_decay(a, u, pos, p, j, h)) : 0;
                 }
                 continue;
             }
@@ -6521,9 +6553,9 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             float *to = (kind == 2 ? vs : kind ? ks : qs) + row * DELTA_HEAD;
             UNROLL for (int v = 0; v < 4; v++) to[lane + 32 * v] = x[v] * f;
         }
-        if (KDA && tid < rows) gates[tid].y = delta_gate(a, u, pos, first + i0 + tid, j, dk);
+        if (KDA && tid < rows) gates[tid].y = delta_beta(a, u, pos, first + i0 + tid, j);
         if (!KDA && tid < rows) {
-            const float2 g = delta_gates(a, u, pos, first + i0 + tid, j);
+            const float2 g = delta_gates<false>(a, u, pos, first + i0 + tid, j);
             gates[tid] = make_float4(expf(g.x), g.y, 0, 0);
         }
         __syncthreads(); /* the inputs of these rows are written */
@@ -6537,7 +6569,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             if (!lane) qk[warp] = dot;
         }
         UNROLL_BY(1) for (int row = 0; row < rows; row++) {
-            if (i0 + row == taken && taken) { /* the state has the rows before the forward, or all but the last */
+            if (i0 + row == n_uncommitted && n_uncommitted) { /* the state has the rows before the forward */
                 float *to = state;
                 UNROLL for (int i = 0; i < DELTA_ROWS; i++, to += dv) if (i < n_mine) *to = S[i];
             }
@@ -6583,8 +6615,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             delta_finish<KDA>(a, os + warp * DELTA_HEAD, a.z + (size_t)(u.first + t) * a.z_stride + j * dv,
                               a.out + (size_t)(u.first + t) * a.out_stride + j * dv);
     }
-    for (int t = KDA ? max(0, own - a.n_ring) : 0; t < own; t++)
-        delta_keep<KDA>(a, u, pos, t, j); /* no row that another block reads */
+    for (int t = 0; t < own; t++) delta_keep<KDA>(a, u, pos, t, j); /* no row that another block reads */
 }
 
 /* ============================================================================================================
@@ -6597,10 +6628,25 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
 DEVICE uint16_t half_rest(float x) { return f32_to_f16(x - half_to_f32(f32_to_f16(x))); }
 DEVICE uint32_t half_rest2(float x, float y) { return (uint32_t)half_rest(x) | (uint32_t)half_rest(y) << 16; }
 
-/* Fills qk, v and gates of rows first..first+n_row-1: convolution, SiLU, norm, gates.
+/* A power of two that makes the largest of a warp's numbers 2^UP to 2^(UP+1) (x), and its inverse (y). */
+template <int UP>
+DEVICE float2 delta_scale(float largest) {
+    const int e = min(max((int)(__float_as_uint(warp_max(largest)) >> 23), 27), 227); /* 2^-100 to 2^100 */
+    return make_float2(__uint_as_float((uint32_t)(254 + UP - e) << 23), __uint_as_float((uint32_t)(e - UP) << 23));
+}
+
+/* Returns a row of the segment's gates. */
+DEVICE float *delta_gates_row(const struct delta_args &a, int row) {
+    return a.t.gates + (size_t)row * 2 * (size_t)(a.shape.n_value + a.shape.n_key);
+}
+
+/* Fills qk, v and gates of rows first..first+n_row-1: convolution, SiLU, norm, gates. Queries and keys of Mamba-2 have
+ * no norm, but in each row a scale that makes the largest value 1 to 2. KDA: k_kda_prepare makes the decays.
  * Grid: (ceil(n_row / 8), ceil((2 n_key + n_value + 1) / 4)), block: 128, one warp per head and 8 rows. Reads the
  * inputs 1.4 times and writes queries and keys as F16: some 10 bytes per value, at the rate of memory. */
+template <int RULE>
 __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struct delta_args a) {
+    constexpr bool KDA = RULE == RULE_KDA, MAMBA = RULE == RULE_MAMBA;
     grid_dependency_launch();
     grid_dependency_wait();
     const struct delta &d = a.shape;
@@ -6612,8 +6658,12 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
         for (int i = lane; i < rows * d.n_value; i += WARP) {
             const int row = i / d.n_value, j = i % d.n_value;
             __builtin_assume(p0 + row >= pos);
-            const float2 g = delta_gates(a, run, pos, p0 + row, j);
-            float *to = a.t.gates + (size_t)(row0 + row) * 2 * (size_t)d.n_value + j;
+            float *to = delta_gates_row(a, row0 + row) + j;
+            if (KDA) {
+                to[d.n_value] = delta_beta(a, run, pos, p0 + row, j);
+                continue;
+            }
+            const float2 g = delta_gates<MAMBA>(a, run, pos, p0 + row, j);
             to[0] = g.x;
             to[d.n_value] = g.y;
         }
@@ -6622,10 +6672,11 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     const int kind = min(item / d.n_key, 2), head = item - kind * d.n_key;
     const struct delta_channels ch = delta_channels_of(a, run, kind, head);
     float4 w[4];
-    float x[4][DELTA_TAPS]; /* the values under the convolution */
+    float bias[4], x[4][DELTA_TAPS]; /* x: the values under the convolution */
     UNROLL for (int v = 0; v < 4; v++) {
         const int i = lane + 32 * v;
         w[v] = i < ch.n ? *(const float4 *)(ch.taps + (size_t)i * DELTA_TAPS) : make_float4(0, 0, 0, 0);
+        bias[v] = MAMBA && i < ch.n ? ch.bias[i] : 0;
         UNROLL for (int u = 0; u < DELTA_TAPS - 1; u++) x[v][u + 1] = delta_input(ch, pos, p0 - 3 + u, i);
     }
     UNROLL_BY(1) for (int row = 0; row < rows; row++) {
@@ -6635,12 +6686,19 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
             __builtin_assume(p0 + row >= pos && pos >= 0);
             x[v][3] = delta_input(ch, pos, p0 + row, lane + 32 * v);
             y[v] = w[v].x * x[v][0] + w[v].y * x[v][1] + w[v].z * x[v][2] + w[v].w * x[v][3];
+            if (MAMBA) y[v] += bias[v];
             y[v] *= sigmoid(y[v]);
         }
         const size_t at = (size_t)(row0 + row);
-        const float f = kind == 2 ? 1.0f : delta_unit(y);
+        float f = 1.0f;
+        if (!MAMBA && kind < 2) f = delta_unit(y);
+        if (MAMBA && kind < 2) {
+            const float2 s = delta_scale<0>(fmaxf(fmaxf(fabsf(y[0]), fabsf(y[1])), fmaxf(fabsf(y[2]), fabsf(y[3]))));
+            f = s.x;
+            if (!lane) delta_gates_row(a, row0 + row)[2 * d.n_value + item] = s.y;
+        }
         float *v32 = a.t.v + at * (size_t)(d.n_value * d.head_v) + head * d.head_v;
-        uint16_t *v16 = a.t.qk + at * (size_t)(3 * d.n_key * d.head_k) + (size_t)item * d.head_k;
+        uint16_t *v16 = a.t.qk + at * (size_t)(delta_planes(RULE) * d.n_key * d.head_k) + (size_t)item * d.head_k;
         UNROLL for (int v = 0; v < 4; v++) {
             const int i = lane + 32 * v;
             if (i >= ch.n) continue;
@@ -6651,18 +6709,18 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     }
 }
 
-enum delta_kind { DELTA_Q, DELTA_K, DELTA_K_REST };
-
 /* Starts to copy the queries or keys of key head kh, of 64 rows from row `row` of the segment on, to a tile that
  * f16_at<DELTA_HEAD> describes; zeros where there are none. With 128 threads; a warp copies rows 16w..16w+15. */
-DEVICE void delta_copy(uint8_t *to, const struct delta_args &a, enum delta_kind kind, int kh, int row) {
+template <int RULE>
+DEVICE void delta_copy(uint8_t *to, const struct delta_args &a, enum delta_plane plane, int kh, int row) {
     const struct delta &d = a.shape;
-    const uint16_t *from = a.t.qk + (size_t)(((int)kind * d.n_key + kh) * d.head_k);
+    const uint16_t *from = a.t.qk + (size_t)(((int)plane * d.n_key + kh) * d.head_k);
     const int lane = threadIdx.x & 31, first = 16 * (threadIdx.x >> 5);
     UNROLL_BY(4) for (int i = lane; i < 16 * DELTA_HEAD / 8; i += WARP) {
         const int r = first + i / (DELTA_HEAD / 8), c = i % (DELTA_HEAD / 8);
         const bool in = row + r < a.n_row && 8 * c < d.head_k;
-        const size_t at = in ? (size_t)(row + r) * (size_t)(3 * d.n_key * d.head_k) + (size_t)(8 * c) : 0;
+        const size_t at =
+            in ? (size_t)(row + r) * (size_t)(delta_planes(RULE) * d.n_key * d.head_k) + (size_t)(8 * c) : 0;
         cp_async16(to + f16_at<DELTA_HEAD>(r, c), from + at, in);
     }
 }
@@ -6681,98 +6739,66 @@ enum {
 };
 static_assert(2 * DELTA_TILE * DELTA_PITCH * 4 <= DELTA_PREPARE_SMEM, "A and T fit");
 
-/* What a tile of 64 rows of a value head needs besides the state. With G the running sum of the decays' logarithms:
- *   A[t][s] = beta_t e^(G_t - G_s) k_t.k_s, s < t;  T = (I + A)^-1 diag(beta);
- *   P[t][s] = e^(G_t - G_s) q_t.k_s, s <= t.
- * fades: e^(G_t) (64), e^(G_m - G_t) (64), e^(G_m), where m is the last row that goes into the state; rows after it
- * get 0. T and P are stored in halves as A fragments: m16-tile w and k16-step s at ((4 w + s) * 32 + lane) * 16 bytes;
- * only s <= w are written.
- * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 2 M multiplications by MMA, 50,000 for the inverse: two
- * 32 x 32 blocks with a thread per column, then the block below. Reads 48 KB, writes 15 KB; the inverse takes most of
- * the time, some 3,000 cycles of latency, with 2 blocks on an SM of SM120, 5 on others. */
-__global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant__ struct delta_args a) {
-    DYN_SMEM(uint8_t, smem);
-    SHARED(float, G, DELTA_TILE);
-    SHARED(float, beta, DELTA_TILE);
-    uint8_t *k_tile = smem, *k_rest = k_tile + DELTA_QK_BYTES, *q_tile = k_rest + DELTA_QK_BYTES;
-    float *A = (float *)smem, *T = A + DELTA_TILE * DELTA_PITCH; /* (64, 64) over both, when they are done with */
-    grid_dependency_launch();
-    grid_dependency_wait();
-    const struct delta &d = a.shape;
+/* Numbers in two floats, the rounded number and what that leaves: their sum. */
+DEVICE float2 exact_sum(float2 a, float2 b) {
+    const float x = a.x + b.x, part = x - a.x, rest = (a.x - (x - part)) + (b.x - part) + (a.y + b.y);
+    return make_float2(x + rest, rest - (x + rest - x));
+}
+
+/* With one warp: sums[t] = the sum of the logarithms of value head j's decays over rows `row`..row + t of the segment, in
+ * two floats, because differences of large sums have to be as exact as small ones; second[t] = beta or the time step.
+ * Rows that do not exist have 0. */
+DEVICE void delta_sums(const struct delta_args &a, int row, int j, float2 *sums, float *second) {
+    const int lane = threadIdx.x & 31; /* lane i has rows 2i and 2i + 1 */
+    float2 x[2];
+    UNROLL for (int u = 0; u < 2; u++) {
+        const int r = row + 2 * lane + u;
+        const float *gates = delta_gates_row(a, r) + j;
+        x[u] = make_float2(r < a.n_row ? gates[0] : 0, 0);
+        second[2 * lane + u] = r < a.n_row ? gates[a.shape.n_value] : 0;
+    }
+    float2 upto = exact_sum(x[0], x[1]), other;
+    auto earlier = [&](int o) {
+        return make_float2(__shfl_up_sync(0xFFFFFFFFu, upto.x, o), __shfl_up_sync(0xFFFFFFFFu, upto.y, o));
+    };
+    UNROLL for (int o = 1; o < WARP; o <<= 1) {
+        other = earlier(o);
+        if (lane >= o) upto = exact_sum(upto, other);
+    }
+    other = earlier(1);
+    sums[2 * lane] = lane ? exact_sum(other, x[0]) : x[0];
+    sums[2 * lane + 1] = upto;
+}
+
+/* Returns the logarithm of the decays of the rows after s up to t. */
+DEVICE float delta_between(const float2 *sums, int s, int t) {
+    return (sums[t].x - sums[s].x) + (sums[t].y - sums[s].y);
+}
+
+/* Rows of the tile that begins with row `row` of the segment that go into the state: all but the forward's last. */
+DEVICE int delta_taken(const struct delta_args &a, int row) {
+    return min(a.n_row_all - 1 - a.first - row, (int)DELTA_TILE);
+}
+
+/* Writes row t's factors of the state, which are multiplied by f, and of what it adds to the state: sums as above, `taken`
+ * rows go into it. */
+DEVICE void delta_fades(float *fades, const float2 *sums, int taken, int t, float f) {
+    fades[FADE_STATE * DELTA_TILE + t] = f * expf(sums[t].x);
+    fades[FADE_ADDED * DELTA_TILE + t] = t < taken ? expf(delta_between(sums, t, taken - 1)) : 0;
+    if (!t) fades[FADE_LAST * DELTA_TILE] = taken > 0 ? expf(sums[taken - 1].x) : 1;
+}
+
+/* Stores a 16 x 16 part of P, two n8-tiles of products x and y, as an A fragment. */
+DEVICE void delta_store_part(uint16_t *to, const float x[4], const float y[4]) {
+    *(uint4 *)to = make_uint4(f32_to_f16x2(x[0], x[1]), f32_to_f16x2(x[2], x[3]), f32_to_f16x2(y[0], y[1]),
+                              f32_to_f16x2(y[2], y[3]));
+}
+
+/* Stores T = (I + A)^-1 diag(beta) and its rest as A fragments, `to` being the lane's place in the first of its warp.
+ * A (64, DELTA_PITCH): below the diagonal; what is above it is overwritten. T (64, DELTA_PITCH): for the inverse. With
+ * 128 threads: two 32 x 32 blocks with a thread per column, then the block below. */
+DEVICE void delta_inverse(float *A, float *T, const float *beta, uint16_t *to) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-    const int j = blockIdx.y, row = blockIdx.x * DELTA_TILE, kh = delta_key_head(d, j);
-    const size_t tile = (size_t)blockIdx.x * (size_t)d.n_value + (size_t)j;
-    delta_copy(k_tile, a, DELTA_K, kh, row);
-    delta_copy(k_rest, a, DELTA_K_REST, kh, row);
-    delta_copy(q_tile, a, DELTA_Q, kh, row);
-    cp_async_commit();
-    if (!warp) { /* lane i has rows 2i and 2i + 1 */
-        float x[2], b[2];
-        UNROLL for (int u = 0; u < 2; u++) {
-            const int r = row + 2 * lane + u;
-            const float *gates = a.t.gates + (size_t)r * 2 * (size_t)d.n_value + j;
-            x[u] = r < a.n_row ? gates[0] : 0;
-            b[u] = r < a.n_row ? gates[d.n_value] : 0;
-        }
-        float upto = x[0] + x[1];
-        UNROLL for (int o = 1; o < WARP; o <<= 1) {
-            const float v = __shfl_up_sync(0xFFFFFFFFu, upto, o);
-            if (lane >= o) upto += v;
-        }
-        G[2 * lane] = upto - x[1];
-        G[2 * lane + 1] = upto;
-        beta[2 * lane] = b[0];
-        beta[2 * lane + 1] = b[1];
-    }
-    cp_async_wait<0>();
-    __syncthreads(); /* all queries and keys have landed; G and beta are written */
-    const int taken = min(a.n_row_all - 1 - a.first - row, (int)DELTA_TILE); /* rows that go into the state */
-    float *fades = a.t.fades + tile * DELTA_FADES;
-    if (tid < DELTA_TILE) {
-        const float last = taken > 0 ? G[taken - 1] : 0;
-        fades[tid] = expf(G[tid]);
-        fades[DELTA_TILE + tid] = tid < taken ? expf(last - G[tid]) : 0;
-        if (!tid) fades[2 * DELTA_TILE] = expf(last);
-    }
-    float kk[8][4] = {}, qk[8][4] = {};
-    UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
-        uint32_t ka[4], rest[4], qa[4];
-        delta_rows(ka, k_tile, s);
-        delta_rows(rest, k_rest, s);
-        delta_rows(qa, q_tile, s);
-        UNROLL for (int b = 0; b < 8; b += 2) {
-            if (b > 2 * warp) continue; /* rows s of other 16s come later */
-            uint32_t r[4];
-            const int at = f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1));
-            ldmatrix_x4(r, k_rest + at);
-            mma_f16(kk[b], ka, r);
-            mma_f16(kk[b + 1], ka, r + 2);
-            ldmatrix_x4(r, k_tile + at);
-            mma_f16(kk[b], rest, r);
-            mma_f16(kk[b + 1], rest, r + 2);
-            mma_f16(kk[b], ka, r);
-            mma_f16(kk[b + 1], ka, r + 2);
-            mma_f16(qk[b], qa, r);
-            mma_f16(qk[b + 1], qa, r + 2);
-        }
-    }
-    __syncthreads(); /* all warps are done with the queries and keys: A takes their place */
-    uint16_t *to = a.t.tiles + tile * 3 * DELTA_TILE * DELTA_TILE + (size_t)(4 * warp * WARP + lane) * 8;
-    UNROLL for (int b = 0; b < 8; b++) {
-        UNROLL for (int e = 0; e < 4; e++) {
-            const int r = 16 * warp + g + 8 * (e >> 1), s = 8 * b + 2 * t + (e & 1);
-            const float fade = s <= r ? expf(G[r] - G[s]) : 0;
-            A[r * DELTA_PITCH + s] = s < r ? beta[r] * fade * kk[b][e] : 0;
-            qk[b][e] *= fade;
-        }
-    }
-    UNROLL for (int s = 0; s < 4; s++) {
-        if (s > warp) continue;
-        const float *x = qk[2 * s], *y = qk[2 * s + 1];
-        *(uint4 *)(to + DELTA_TILE * DELTA_TILE + s * WARP * 8) = make_uint4(
-            f32_to_f16x2(x[0], x[1]), f32_to_f16x2(x[2], x[3]), f32_to_f16x2(y[0], y[1]), f32_to_f16x2(y[2], y[3]));
-    }
-    __syncthreads(); /* A is written */
     if (tid < DELTA_TILE) {
         const int at = (tid & 32) * (DELTA_PITCH + 1), col = tid & 31; /* the block of 32 x 32, its column */
         float x[32];
@@ -6809,17 +6835,361 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
     }
 }
 
+/* The lane's place in the first fragment of its warp in the matrices of a tile of a value head. */
+DEVICE uint16_t *delta_fragments(const struct delta_args &a, size_t tile) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    return a.t.tiles + tile * 3 * DELTA_TILE * DELTA_TILE + (size_t)(4 * warp * WARP + lane) * 8;
+}
+
+/* What a tile of 64 rows of a value head needs besides the state. With G the running sum of the decays' logarithms:
+ *   A[t][s] = beta_t e^(G_t - G_s) k_t.k_s, s < t;  T = (I + A)^-1 diag(beta);
+ *   P[t][s] = e^(G_t - G_s) q_t.k_s, s <= t.
+ * fades: e^(G_t), e^(G_m - G_t), e^(G_m), where m is the last row that goes into the state; rows after it get 0. T and P
+ * are stored in halves as A fragments: m16-tile w and k16-step s at ((4 w + s) * 32 + lane) * 16 bytes; only s <= w are
+ * written.
+ * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 2 M multiplications by MMA, 50,000 for the inverse. Reads 48
+ * KB, writes 15 KB; the inverse takes most of the time, some 3,000 cycles of latency, with 2 blocks on an SM of SM120, 5
+ * on others. */
+__global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant__ struct delta_args a) {
+    DYN_SMEM(uint8_t, smem);
+    SHARED(float2, G, DELTA_TILE);
+    SHARED(float, beta, DELTA_TILE);
+    uint8_t *k_tile = smem, *k_rest = k_tile + DELTA_QK_BYTES, *q_tile = k_rest + DELTA_QK_BYTES;
+    float *A = (float *)smem, *T = A + DELTA_TILE * DELTA_PITCH; /* (64, 64) over both, when they are done with */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int j = blockIdx.y, row = blockIdx.x * DELTA_TILE, kh = delta_key_head(d, j);
+    const size_t tile = (size_t)blockIdx.x * (size_t)d.n_value + (size_t)j;
+    delta_copy<RULE_NET>(k_tile, a, DELTA_K, kh, row);
+    delta_copy<RULE_NET>(k_rest, a, DELTA_K_REST, kh, row);
+    delta_copy<RULE_NET>(q_tile, a, DELTA_Q, kh, row);
+    cp_async_commit();
+    if (!warp) delta_sums(a, row, j, G, beta);
+    cp_async_wait<0>();
+    __syncthreads(); /* all queries and keys have landed; G and beta are written */
+    if (tid < DELTA_TILE) delta_fades(a.t.fades + tile * DELTA_FADES, G, delta_taken(a, row), tid, 1);
+    float kk[8][4] = {}, qk[8][4] = {};
+    UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
+        uint32_t ka[4], rest[4], qa[4];
+        delta_rows(ka, k_tile, s);
+        delta_rows(rest, k_rest, s);
+        delta_rows(qa, q_tile, s);
+        UNROLL for (int b = 0; b < 8; b += 2) {
+            if (b > 2 * warp) continue; /* rows s of other 16s come later */
+            uint32_t r[4];
+            const int at = f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1));
+            ldmatrix_x4(r, k_rest + at);
+            mma_f16(kk[b], ka, r);
+            mma_f16(kk[b + 1], ka, r + 2);
+            ldmatrix_x4(r, k_tile + at);
+            mma_f16(kk[b], rest, r);
+            mma_f16(kk[b + 1], rest, r + 2);
+            mma_f16(kk[b], ka, r);
+            mma_f16(kk[b + 1], ka, r + 2);
+            mma_f16(qk[b], qa, r);
+            mma_f16(qk[b + 1], qa, r + 2);
+        }
+    }
+    __syncthreads(); /* all warps are done with the queries and keys: A takes their place */
+    uint16_t *to = delta_fragments(a, tile);
+    UNROLL for (int b = 0; b < 8; b++) {
+        UNROLL for (int e = 0; e < 4; e++) {
+            const int r = 16 * warp + g + 8 * (e >> 1), s = 8 * b + 2 * t + (e & 1);
+            const float fade = s <= r ? expf(delta_between(G, s, r)) : 0;
+            A[r * DELTA_PITCH + s] = s < r ? beta[r] * fade * kk[b][e] : 0;
+            qk[b][e] *= fade;
+        }
+    }
+    UNROLL for (int s = 0; s < 4; s++) {
+        if (s > warp) continue;
+        delta_store_part(to + DELTA_TILE * DELTA_TILE + s * WARP * 8, qk[2 * s], qk[2 * s + 1]);
+    }
+    __syncthreads(); /* A is written */
+    delta_inverse(A, T, beta, to);
+}
+
+/* ============================================================================================================
+ * Gated delta net: tiles of other rules
+ *
+ * What a tile of Kimi delta attention and of Mamba-2 needs besides the state.
+ * ============================================================================================================ */
+
+/* k_kda_prepare: rows of a block whose products have their decays one by one; bytes of a row in shared memory; parts. */
+enum {
+    KDA_ROWS = 16,
+    KDA_ROW_BYTES = DELTA_HEAD * 4,
+    KDA_PART_BYTES = DELTA_TILE * KDA_ROW_BYTES, /* of queries, keys or decays */
+    KDA_PREPARE_SMEM = 3 * KDA_PART_BYTES,
+    KDA_PITCH = KDA_ROWS + 4 /* floats of a row of P's blocks on the diagonal */
+};
+static_assert(2 * DELTA_TILE * DELTA_PITCH * 4 + DELTA_TILE * KDA_PITCH * 4 <= KDA_PREPARE_SMEM,
+              "A, T and the blocks of P fit");
+
+/* Byte of the half of channel c, or with `rest` of what it leaves, in row r of a part that has both in place of floats:
+ * as ldmatrix reads pieces of 16 bytes without bank conflicts. */
+DEVICE int kda_half_at(int r, int c, bool rest) {
+    return f16_at<2 * DELTA_HEAD>(r, c / 8 + (rest ? DELTA_HEAD / 8 : 0)) + 2 * (c % 8);
+}
+
+/* Multiplies an A fragment, or with its rest the numbers that both are, by the factors of its columns, those of the
+ * lane's first. */
+DEVICE void kda_fade(uint32_t x[4], uint32_t *rest, const float *fade) {
+    UNROLL for (int e = 0; e < 4; e++) {
+        const float2 f = *(const float2 *)(fade + 8 * (e >> 1));
+        float lo = half_to_f32((uint16_t)x[e]), hi = half_to_f32((uint16_t)(x[e] >> 16));
+        if (rest) lo += half_to_f32((uint16_t)rest[e]), hi += half_to_f32((uint16_t)(rest[e] >> 16));
+        x[e] = f32_to_f16x2(lo * f.x, hi * f.y);
+        if (rest) rest[e] = half_rest2(lo * f.x, hi * f.y);
+    }
+}
+
+/* The products of 16 rows of a tile, the warp's, with each other: kk[t] of key t, and qk[t] of query t, with key `lane
+ * % 16`; both have the decays of the rows after the key up to t, and nothing before it. Each half of the warp adds up
+ * half of the channels. */
+DEVICE void kda_diagonal(const float *k, const float *q, const float *decay, int dk, float kk[KDA_ROWS],
+                         float qk[KDA_ROWS]) {
+    const int lane = threadIdx.x & 31, s = lane % KDA_ROWS;
+    UNROLL_BY(1) for (int c = 4 * (lane / KDA_ROWS); c < dk; c += 8) {
+        float4 x = make_float4(0, 0, 0, 0); /* key s with the decays */
+        UNROLL for (int t = 0; t < KDA_ROWS; t++) {
+            const float4 y = *(const float4 *)(k + t * DELTA_HEAD + c), z = *(const float4 *)(q + t * DELTA_HEAD + c),
+                         f = *(const float4 *)(decay + t * DELTA_HEAD + c);
+            x.x = t == s ? y.x : x.x * f.x;
+            x.y = t == s ? y.y : x.y * f.y;
+            x.z = t == s ? y.z : x.z * f.z;
+            x.w = t == s ? y.w : x.w * f.w;
+            kk[t] += y.x * x.x + y.y * x.y + y.z * x.z + y.w * x.w;
+            qk[t] += z.x * x.x + z.y * x.y + z.z * x.z + z.w * x.w;
+        }
+    }
+    UNROLL for (int t = 0; t < KDA_ROWS; t++) {
+        kk[t] += __shfl_xor_sync(0xFFFFFFFFu, kk[t], KDA_ROWS);
+        qk[t] += __shfl_xor_sync(0xFFFFFFFFu, qk[t], KDA_ROWS);
+    }
+}
+
+/* Multiplies channel c of a tile by its decays, with a thread per channel. Blocks of 16 rows get queries and keys times
+ * the decays from the block's first row to theirs, and, in place of the decays, keys times the decays from the row after
+ * theirs to the block's last: exponentials of sums, none of which is positive. fade (4, 128): the product of a block's
+ * decays. The planes get the same over the tile, see enum delta_plane. Rows from `taken` on do not go into the state. */
+DEVICE void kda_fold(const struct delta_args &a, uint8_t *k, uint8_t *q, uint8_t *decay, float *fade, int j, int row,
+                     int taken) {
+    const struct delta &d = a.shape;
+    const struct run &run = a.batch.at->run[0];
+    const int c = threadIdx.x, plane = d.n_key * d.head_k, pos = run.pos;
+    uint16_t *out = a.t.qk + (size_t)row * (size_t)(delta_planes(RULE_KDA) * plane) + j * d.head_k + c;
+    const bool in = c < d.head_k;
+    auto log_decay = [&](int r) {
+        const int p = a.first + row + r;
+        __builtin_assume(p >= 0);
+        return in && row + r < a.n_row ? delta_row_decay(a, run, pos, pos + p, j, c) : 0;
+    };
+    float of[4], before = 0; /* sums of logarithms: of each block, of what goes into the state; of those before */
+    UNROLL for (int b = 0; b < 4; b++) {
+        of[b] = 0;
+        UNROLL_BY(4) for (int t = KDA_ROWS * b; t < KDA_ROWS * (b + 1); t++) if (t < taken) of[b] += log_decay(t);
+        fade[b * DELTA_HEAD + c] = expf(of[b]);
+    }
+    UNROLL_BY(1) for (int b = 0; b < 4; b++) {
+        float x[KDA_ROWS], y[KDA_ROWS], g[KDA_ROWS]; /* keys, queries, logarithms of decays */
+        UNROLL for (int t = 0; t < KDA_ROWS; t++) {
+            const int at = (KDA_ROWS * b + t) * KDA_ROW_BYTES + 4 * c;
+            x[t] = *(const float *)(k + at);
+            y[t] = *(const float *)(q + at);
+            g[t] = log_decay(KDA_ROWS * b + t);
+        }
+        __syncthreads(); /* all have read these rows: halves take the place of floats */
+        auto keep = [&](uint8_t *part, int t, float v, int to, float over, bool rest) {
+            const int r = KDA_ROWS * b + t;
+            *(uint16_t *)(part + kda_half_at(r, c, false)) = f32_to_f16(v);
+            if (rest) *(uint16_t *)(part + kda_half_at(r, c, true)) = half_rest(v);
+            if (row + r >= a.n_row || !in) return;
+            uint16_t *at = out + (size_t)r * (size_t)(delta_planes(RULE_KDA) * plane) + to * plane;
+            at[0] = f32_to_f16(v * over);
+            if (rest) at[plane] = half_rest(v * over);
+        };
+        float after = 0, sum = 0;
+        UNROLL for (int i = 1; i < 4; i++) if (i > b) after += of[i];
+        const float over = expf(before), under = expf(after);
+        UNROLL for (int t = 0; t < KDA_ROWS; t++) {
+            sum += g[t];
+            const float f = expf(sum);
+            keep(k, t, x[t] * f, DELTA_K, over, true);
+            keep(q, t, y[t] * f, DELTA_Q, over, false);
+        }
+        sum = 0;
+        UNROLL for (int t = KDA_ROWS - 1; t >= 0; t--) {
+            const bool into = KDA_ROWS * b + t < taken;
+            keep(decay, t, into ? x[t] * expf(sum) : 0, DELTA_INTO, under, true);
+            sum += into ? g[t] : 0;
+        }
+        UNROLL for (int i = 0; i < 4; i++) if (i == b) before += of[i];
+    }
+    a.t.fades[((size_t)(row / DELTA_TILE) * (size_t)d.n_value + (size_t)j) * DELTA_FADES + c] = expf(before);
+}
+
+/* What a tile of 64 rows of a head of Kimi delta attention needs besides the state: T and P as in k_delta_prepare, with
+ * e^(G_t - G_s) for each channel inside the products k_t.k_s and q_t.k_s. No exponent is ever positive: within 16 rows a
+ * key is multiplied by decay after decay; of other blocks of 16 the earlier rows have the decays to the end of theirs,
+ * the later ones those from the start of theirs, and those of the blocks between. The planes of queries and keys get
+ * their decays over the tile, and fades those of the state's rows.
+ * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 1 M multiplications by MMA, and 200,000 of decays within 16
+ * rows, which take most of the time: some 5,000 cycles. Reads 80 KB, writes 95 KB, with one block on an SM of SM120, 2 on
+ * others. */
+__global__ void __launch_bounds__(128, 1) k_kda_prepare(const __grid_constant__ struct delta_args a) {
+    DYN_SMEM(uint8_t, k_part);
+    SHARED(float, beta, DELTA_TILE);
+    SHARED(float, fade, 4 * DELTA_HEAD);
+    uint8_t *q_part = k_part + KDA_PART_BYTES, *decays = q_part + KDA_PART_BYTES; /* (64, 128) floats, then halves */
+    float *A = (float *)k_part, *T = A + DELTA_TILE * DELTA_PITCH, *P = T + DELTA_TILE * DELTA_PITCH;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const struct run &run = a.batch.at->run[0];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int j = blockIdx.y, row = blockIdx.x * DELTA_TILE, plane = d.n_key * d.head_k, pos = run.pos;
+    const size_t tile = (size_t)blockIdx.x * (size_t)d.n_value + (size_t)j;
+    if (tid < DELTA_TILE) beta[tid] = row + tid < a.n_row ? delta_gates_row(a, row + tid)[d.n_value + j] : 0;
+    UNROLL_BY(8) for (int r = 0; r < DELTA_TILE; r++) { /* a thread per channel */
+        const bool in = row + r < a.n_row && tid < d.head_k;
+        const uint16_t *from =
+            a.t.qk + (size_t)(row + r) * (size_t)(delta_planes(RULE_KDA) * plane) + j * d.head_k + tid;
+        const int at = r * KDA_ROW_BYTES + 4 * tid;
+        __builtin_assume(a.first + row + r >= 0);
+        *(float *)(q_part + at) = in ? half_to_f32(from[DELTA_Q * plane]) : 0;
+        *(float *)(k_part + at) = in ? half_to_f32(from[DELTA_K * plane]) + half_to_f32(from[DELTA_K_REST * plane]) : 0;
+        *(float *)(decays + at) = in ? expf(delta_row_decay(a, run, pos, pos + a.first + row + r, j, tid)) : 1;
+    }
+    __syncthreads(); /* keys, queries, decays and betas are written */
+    float kk0[KDA_ROWS] = {}, qk0[KDA_ROWS] = {};
+    const int part = warp * KDA_ROWS * KDA_ROW_BYTES;
+    kda_diagonal((const float *)(k_part + part), (const float *)(q_part + part), (const float *)(decays + part),
+                 d.head_k, kk0, qk0);
+    __syncthreads(); /* all have the products within blocks */
+    kda_fold(a, k_part, q_part, decays, fade, j, row, delta_taken(a, row));
+    __syncthreads(); /* queries and keys have their decays, in halves */
+    float kk[6][4] = {}, qk[6][4] = {};
+    UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
+        uint32_t ka[4], rest[4], qa[4];
+        const int at = f16_at<2 * DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4));
+        ldmatrix_x4(ka, k_part + at);
+        ldmatrix_x4(rest, k_part + at + DELTA_HEAD * 2);
+        ldmatrix_x4(qa, q_part + at);
+        UNROLL for (int b = 4; b >= 0; b -= 2) { /* blocks of keys from the latest on */
+            if (b >= 2 * warp) continue;
+            uint32_t r[4];
+            const uint8_t *from =
+                decays + f16_at<2 * DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1));
+            ldmatrix_x4(r, from + DELTA_HEAD * 2);
+            mma_f16(kk[b], ka, r);
+            mma_f16(kk[b + 1], ka, r + 2);
+            ldmatrix_x4(r, from);
+            mma_f16(kk[b], rest, r);
+            mma_f16(kk[b + 1], rest, r + 2);
+            mma_f16(kk[b], ka, r);
+            mma_f16(kk[b + 1], ka, r + 2);
+            mma_f16(qk[b], qa, r);
+            mma_f16(qk[b + 1], qa, r + 2);
+            const float *between = fade + b / 2 * DELTA_HEAD + 16 * s + 2 * t; /* this block is between those before */
+            if (b) kda_fade(ka, rest, between), kda_fade(qa, NULL, between);
+        }
+    }
+    __syncthreads(); /* all warps are done with the queries and keys: A takes their place */
+    UNROLL for (int b = 0; b < 6; b++) UNROLL for (int e = 0; e < 4; e++) {
+        const int r = 16 * warp + g + 8 * (e >> 1), s = 8 * b + 2 * t + (e & 1);
+        if (b < 2 * warp) A[r * DELTA_PITCH + s] = beta[r] * kk[b][e];
+    }
+    UNROLL for (int i = 0; i < KDA_ROWS; i++) {
+        const int r = 16 * warp + i, s = lane % KDA_ROWS;
+        if (lane < KDA_ROWS) A[r * DELTA_PITCH + 16 * warp + s] = beta[r] * kk0[i];
+        else P[r * KDA_PITCH + s] = qk0[i];
+    }
+    __syncthreads(); /* A and the blocks of P are written */
+    uint16_t *to = delta_fragments(a, tile);
+    UNROLL for (int s = 0; s < 3; s++) if (s < warp)
+        delta_store_part(to + DELTA_TILE * DELTA_TILE + s * WARP * 8, qk[2 * s], qk[2 * s + 1]);
+    float x[2][4];
+    UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) x[n][e] =
+        P[(16 * warp + g + 8 * (e >> 1)) * KDA_PITCH + 8 * n + 2 * t + (e & 1)];
+    delta_store_part(to + DELTA_TILE * DELTA_TILE + warp * WARP * 8, x[0], x[1]);
+    delta_inverse(A, T, beta, to);
+}
+
+/* What a tile of 64 rows of a group of Mamba-2 needs besides the state, for each of its heads (arXiv 2405.21060, section
+ * 6). With G as in k_delta_prepare, and C and B scaled as k_delta_mix stores them:
+ *   P[t][s] = e^(G_t - G_s) C_t.B_s, s <= t.
+ * fades as in k_delta_prepare; time steps of the values, with what undoes the scale of B; what undoes that of C.
+ * Grid: (tiles, n_key), block: 128, a warp per 16 rows. 0.5 M multiplications by MMA for the group, and 2,100
+ * exponentials a head. Reads 32 KB, writes 6 KB a head: with 8 heads expect 3,000 cycles. */
+__global__ void __launch_bounds__(128, 2) k_mamba_prepare(const __grid_constant__ struct delta_args a) {
+    SHARED(uint8_t, b_tile, DELTA_QK_BYTES);
+    SHARED(uint8_t, c_tile, DELTA_QK_BYTES);
+    SHARED(float2, G, 4 * DELTA_TILE); /* of a head for each warp */
+    SHARED(float, step, 4 * DELTA_TILE);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int row = blockIdx.x * DELTA_TILE, kh = blockIdx.y, per_key = d.n_value / d.n_key;
+    delta_copy<RULE_MAMBA>(b_tile, a, DELTA_K, kh, row);
+    delta_copy<RULE_MAMBA>(c_tile, a, DELTA_Q, kh, row);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads(); /* all rows of B and C have landed */
+    float cb[8][4] = {};
+    UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
+        uint32_t c[4];
+        delta_rows(c, c_tile, s);
+        UNROLL for (int b = 0; b < 8; b += 2) {
+            if (b > 2 * warp) continue; /* rows s of other 16s come later */
+            uint32_t r[4];
+            ldmatrix_x4(r, b_tile + f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1)));
+            mma_f16(cb[b], c, r);
+            mma_f16(cb[b + 1], c, r + 2);
+        }
+    }
+    UNROLL_BY(1) for (int i0 = 0; i0 < per_key; i0 += 4) {
+        const int mine = kh * per_key + i0 + warp; /* a head of the warp: its factors */
+        const size_t tile0 = (size_t)blockIdx.x * (size_t)d.n_value;
+        if (i0 + warp < per_key) {
+            float *fades = a.t.fades + (tile0 + (size_t)mine) * DELTA_FADES;
+            float2 *sums = G + warp * DELTA_TILE;
+            delta_sums(a, row, mine, sums, step + warp * DELTA_TILE);
+            __syncwarp(); /* sums and time steps are written */
+            UNROLL for (int r = lane; r < DELTA_TILE; r += WARP) {
+                const bool in = row + r < a.n_row;
+                const float *scales = delta_gates_row(a, row + r) + 2 * d.n_value + kh;
+                const float result = in ? scales[0] : 0;
+                delta_fades(fades, sums, delta_taken(a, row), r, result);
+                fades[FADE_VALUE * DELTA_TILE + r] = in ? step[warp * DELTA_TILE + r] * scales[d.n_key] : 0;
+                fades[FADE_RESULT * DELTA_TILE + r] = result;
+            }
+        }
+        __syncthreads(); /* the sums of four heads are written */
+        UNROLL_BY(1) for (int i = 0; i < min(per_key - i0, 4); i++) {
+            const float2 *sums = G + i * DELTA_TILE;
+            uint16_t *to = delta_fragments(a, tile0 + (size_t)(kh * per_key + i0 + i)) + DELTA_TILE * DELTA_TILE;
+            UNROLL for (int s = 0; s < 4; s++) {
+                if (s > warp) continue;
+                float x[2][4];
+                UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) {
+                    const int r = 16 * warp + g + 8 * (e >> 1), c = 16 * s + 8 * n + 2 * t + (e & 1);
+                    x[n][e] = c <= r ? expf(delta_between(sums, c, r)) * cb[2 * s + n][e] : 0;
+                }
+                delta_store_part(to + s * WARP * 8, x[0], x[1]);
+            }
+        }
+        __syncthreads(); /* and are done with */
+    }
+}
+
 /* ============================================================================================================
  * Gated delta net: scan
  *
  * The state goes through the tiles one after the other.
  * ============================================================================================================ */
-
-/* A power of two that makes the largest of a warp's numbers 16 to 32 (x), and its inverse (y). */
-DEVICE float2 delta_scale(float largest) {
-    const int e = min(max((int)(__float_as_uint(warp_max(largest)) >> 23), 27), 227); /* 2^-100 to 2^100 */
-    return make_float2(__uint_as_float((uint32_t)(258 - e) << 23), __uint_as_float((uint32_t)(e - 4) << 23));
-}
 
 /* Of k_delta_scan's shared memory. */
 enum {
@@ -6881,18 +7251,23 @@ DEVICE void delta_columns(uint32_t r[4], const uint8_t *tile, int piece, int s) 
 
 /* Goes through the tiles of a segment with 32 columns of a value head's state, V being those of the values:
  *   X = K S;  R = V - e^G X;  U = T R;  result = (e^G Q S + P U) / sqrt(head_k);  S = e^(G_m) S + K^T e^(G_m - G) U.
- * S is F32 in registers. As operands S, R and U are F16, with a power of two for every warp's rows. In products that go
+ * KDA: the queries and both forms of the keys have these factors, and the rows of S their own. Mamba-2: U = dt V, and
+ * the result, with D V added, multiplies the silu of the gate. S is F32 in registers. As operands S, R and U are F16, with a power of two for every warp's rows. In products that go
  * into the state each factor is the sum of the rounded number x and the rest x': x y + x' y + x y' is added up.
  * Grid: (ceil(head_v / 32), n_value), block: 128. Warp w has rows 16w.. of a tile and 32w.. of the state. The next
  * tile's keys come while this one is multiplied; a warp copies its own rows of the queries and of the keys' rest, and
- * multiplies S by the keys meanwhile. 2.2 M multiplications and 74 KB from L2 per tile, three barriers: expect 8,000
- * cycles, 240 us for 4,096 tokens where there are no more blocks than SMs. */
+ * multiplies S by the keys meanwhile. 2.2 M multiplications and 74 KB from L2 per tile (KDA: 106), three barriers:
+ * expect 8,000 cycles, 240 us for 4,096 tokens where there are no more blocks than SMs. Mamba-2: 1.1 M, 64 KB, two
+ * barriers: expect 4,000 cycles. */
+template <int RULE>
 __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ struct delta_args a) {
+    constexpr bool KDA = RULE == RULE_KDA, MAMBA = RULE == RULE_MAMBA;
     DYN_SMEM(uint8_t, smem);
     SHARED(float, scale, 3 * 4); /* by warp: what undoes the scale of its rows of S, R and U */
     uint8_t *k_rest = smem + 2 * DELTA_QK_BYTES, *q_tile = k_rest + DELTA_QK_BYTES, *s16 = q_tile + DELTA_QK_BYTES,
             *s_rest = s16 + DELTA_S_BYTES, *r16 = s_rest + DELTA_S_BYTES, *r_rest = r16 + DELTA_U_BYTES;
-    uint8_t *u16 = q_tile, *faded = u16 + DELTA_U_BYTES, *faded_rest = faded + DELTA_U_BYTES; /* U, e^(G_m - G) U */
+    uint8_t *u16 = MAMBA ? s_rest : q_tile, *faded = u16 + DELTA_U_BYTES, /* U, e^(G_m - G) U */
+                                                *faded_rest = faded + DELTA_U_BYTES;
     grid_dependency_launch();
     grid_dependency_wait();
     const struct delta &d = a.shape;
@@ -6900,9 +7275,12 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     const int dk = d.head_k, dv = d.head_v, j = blockIdx.y, kh = delta_key_head(d, j);
     const int col = blockIdx.x * DELTA_COLS + 2 * t; /* the lane's columns: col + 8 n, and the next */
     const int n_tile = (a.n_row + DELTA_TILE - 1) / DELTA_TILE, row = 16 * warp + g; /* and row + 8 */
-    const float q_scale = rsqrtf((float)dk);
+    const float q_scale = rsqrtf((float)dk), skip = MAMBA ? a.skip[delta_value_head(d, j)] : 0;
     auto copy_keys = [&](int i) {
-        if (i < n_tile) delta_copy(smem + (i & 1) * DELTA_QK_BYTES, a, DELTA_K, kh, i * DELTA_TILE);
+        if (i < n_tile) {
+            delta_copy<RULE>(smem + (i & 1) * DELTA_QK_BYTES, a, DELTA_K, kh, i * DELTA_TILE);
+            if (MAMBA) delta_copy<RULE>(q_tile, a, DELTA_Q, kh, i * DELTA_TILE);
+        }
         cp_async_commit();
     };
     copy_keys(0);
@@ -6916,8 +7294,8 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     };
     /* S in halves, for all warps */
     auto keep = [&]() {
-        const float2 f = delta_scale(fmaxf(delta_largest(S[0]), delta_largest(S[1])));
-        UNROLL for (int i = 0; i < 2; i++) delta_store<true>(s16, s_rest, 32 * warp + 16 * i + g, S[i], f.x, f.x);
+        const float2 f = delta_scale<4>(fmaxf(delta_largest(S[0]), delta_largest(S[1])));
+        UNROLL for (int i = 0; i < 2; i++) delta_store<!MAMBA>(s16, s_rest, 32 * warp + 16 * i + g, S[i], f.x, f.x);
         if (!lane) scale[warp] = f.y;
     };
     UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
@@ -6928,16 +7306,18 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     }
     keep();
     UNROLL_BY(1) for (int at = 0; at < n_tile; at++) {
-        const uint8_t *k_tile = smem + (at & 1) * DELTA_QK_BYTES;
+        uint8_t *k_tile = smem + (at & 1) * DELTA_QK_BYTES;
         const size_t tile = (size_t)at * (size_t)d.n_value + (size_t)j;
         const uint4 *T = (const uint4 *)(a.t.tiles + tile * 3 * DELTA_TILE * DELTA_TILE) + 4 * warp * WARP + lane;
         const uint4 *P = T + DELTA_TILE * DELTA_TILE / 8, *T_rest = P + DELTA_TILE * DELTA_TILE / 8;
         const float *fades = a.t.fades + tile * DELTA_FADES;
         float *v = a.t.v + (size_t)(at * DELTA_TILE + row) * (size_t)(d.n_value * dv) + j * dv + col;
+        float *gate = a.z + (size_t)(a.first + at * DELTA_TILE + row) * a.z_stride + j * dv + col;
         const size_t below = (size_t)8 * (size_t)(d.n_value * dv); /* floats from row to row + 8 */
         const bool in[2] = {at * DELTA_TILE + row < a.n_row, at * DELTA_TILE + row + 8 < a.n_row};
-        const float f[2] = {fades[row], fades[row + 8]};
-        float R[4][4], Y[4][4] = {}, X[4][4] = {};
+        auto fade = [&](enum delta_fade which, int r) { return fades[which * DELTA_TILE + r]; };
+        const float f[2] = {KDA ? 1 : fade(FADE_STATE, row), KDA ? 1 : fade(FADE_STATE, row + 8)};
+        float R[4][4], U[4][4] = {}, Y[4][4] = {}, X[4][4] = {};
         UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
             const bool is = in[e] && col + 8 * n < dv;
             const float2 x = is ? *(const float2 *)(v + e * below + 8 * n) : make_float2(0, 0);
@@ -6946,11 +7326,11 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
         }
         cp_async_wait<0>();
         __syncthreads(); /* the keys have landed; all warps' rows of S are written, and all are done with U */
-        delta_copy(k_rest, a, DELTA_K_REST, kh, at * DELTA_TILE);
-        delta_copy(q_tile, a, DELTA_Q, kh, at * DELTA_TILE);
+        delta_copy<RULE>(k_rest, a, DELTA_K_REST, kh, at * DELTA_TILE);
+        if (!MAMBA) delta_copy<RULE>(q_tile, a, DELTA_Q, kh, at * DELTA_TILE);
         cp_async_commit();
         UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
-            if (16 * s >= dk) continue;
+            if (MAMBA || 16 * s >= dk) continue;
             uint32_t k[4], b[4][2];
             float x[4][4] = {};
             delta_rows(k, k_tile, s);
@@ -6960,32 +7340,45 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
             delta_multiply(x, k, b);
             delta_add(X, x, scale[s / 2]);
         }
-        cp_async_wait<0>();
-        __syncwarp(); /* the warp's rows of the queries and of the keys' rest have landed */
+        if (!MAMBA) {
+            cp_async_wait<0>();
+            __syncwarp(); /* the warp's rows of the queries and of the keys' rest have landed */
+        }
         UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
             if (16 * s >= dk) continue;
             uint32_t rest[4], q[4], b[4][2];
             float x[4][4] = {}, y[4][4] = {};
             delta_operand(b, s16, s);
-            delta_rows(rest, k_rest, s);
             delta_rows(q, q_tile, s);
-            delta_multiply(x, rest, b);
             delta_multiply(y, q, b);
-            delta_add(X, x, scale[s / 2]);
             delta_add(Y, y, scale[s / 2]);
+            if (MAMBA) continue;
+            delta_rows(rest, k_rest, s);
+            delta_multiply(x, rest, b);
+            delta_add(X, x, scale[s / 2]);
         }
         UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++) {
-            R[n][e] -= f[e >> 1] * X[n][e];
             Y[n][e] *= f[e >> 1];
+            if (!MAMBA) R[n][e] -= f[e >> 1] * X[n][e];
+            else {
+                Y[n][e] += skip * R[n][e];
+                U[n][e] = R[n][e] * fade(FADE_VALUE, row + 8 * (e >> 1));
+            }
         }
-        const float2 fr = delta_scale(delta_largest(R));
-        delta_store<true>(r16, r_rest, row, R, fr.x, fr.x);
-        if (!lane) scale[4 + warp] = fr.y;
-        __syncthreads(); /* R is written; all warps are done with the queries, the state and the keys before these */
-        copy_keys(at + 1);
-        float U[4][4] = {};
+        if (!MAMBA) {
+            const float2 fr = delta_scale<4>(delta_largest(R));
+            delta_store<true>(r16, r_rest, row, R, fr.x, fr.x);
+            if (!lane) scale[4 + warp] = fr.y;
+            __syncthreads(); /* R is written; all warps are done with the queries, the state and the keys */
+            if (KDA) {       /* the other form of the keys takes their place */
+                delta_copy<RULE>(k_tile, a, DELTA_INTO, kh, at * DELTA_TILE);
+                delta_copy<RULE>(k_rest, a, DELTA_INTO_REST, kh, at * DELTA_TILE);
+                cp_async_commit();
+            }
+            copy_keys(at + 1);
+        }
         UNROLL for (int s = 0; s < 4; s++) {
-            if (s > warp) continue;
+            if (MAMBA || s > warp) continue;
             uint32_t b[4][2];
             float x[4][4] = {};
             delta_operand(b, r_rest, s);
@@ -6995,26 +7388,35 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
             delta_multiply(x, T + s * WARP, b);
             delta_add(U, x, scale[4 + s]);
         }
-        const float2 fu = delta_scale(delta_largest(U));
-        delta_store<false>(u16, NULL, row, U, fu.x, fu.x);
-        delta_store<true>(faded, faded_rest, row, U, fu.x * fades[DELTA_TILE + row],
-                          fu.x * fades[DELTA_TILE + row + 8]);
+        const float2 fu = delta_scale<4>(delta_largest(U));
+        if (!KDA) delta_store<false>(u16, NULL, row, U, fu.x, fu.x);
+        delta_store<true>(faded, faded_rest, row, U, KDA ? fu.x : fu.x * fade(FADE_ADDED, row),
+                          KDA ? fu.x : fu.x * fade(FADE_ADDED, row + 8));
         if (!lane) scale[8 + warp] = fu.y;
-        __syncthreads(); /* U is written in both forms */
+        if (MAMBA) cp_async_wait<0>();
+        if (KDA) cp_async_wait<1>();
+        __syncthreads(); /* U is written in both forms; of KDA and Mamba-2 the keys for the state have landed */
+        if (MAMBA) copy_keys(at + 1); /* all warps are done with the queries */
         UNROLL for (int s = 0; s < 4; s++) {
             if (s > warp) continue;
             uint32_t b[4][2];
             float x[4][4] = {};
-            delta_operand(b, u16, s);
+            delta_operand(b, KDA ? faded : u16, s);
             delta_multiply(x, P + s * WARP, b);
-            delta_add(Y, x, scale[8 + s]);
+            delta_add(MAMBA ? X : Y, x, scale[8 + s]);
         }
-        UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) if (in[e] && col + 8 * n < dv) *
-            (float2 *)(v + e * below + 8 * n) = make_float2(Y[n][2 * e] * q_scale, Y[n][2 * e + 1] * q_scale);
-        const float last = fades[2 * DELTA_TILE];
+        UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
+            if (!in[e] || col + 8 * n >= dv) continue;
+            const float x = Y[n][2 * e], y = Y[n][2 * e + 1];
+            if (MAMBA) {
+                const float q = fade(FADE_RESULT, row + 8 * e);
+                float2 *z = (float2 *)(gate + (size_t)(8 * e) * a.z_stride + 8 * n);
+                *z = make_float2(silu_mul(z->x, x + q * X[n][2 * e]), silu_mul(z->y, y + q * X[n][2 * e + 1]));
+            } else *(float2 *)(v + e * below + 8 * n) = make_float2(x * q_scale, y * q_scale);
+        }
         UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++)
-            S[i][n][e] *= last;
-        UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < 2; i++) {
+            S[i][n][e] *= KDA ? fades[32 * warp + 16 * i + g + 8 * (e >> 1)] : fades[FADE_LAST * DELTA_TILE];
+        UNROLL_BY(MAMBA ? 2 : 4) for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < 2; i++) {
             uint32_t k[4], rest[4], b[4][2];
             float x[4][4] = {};
             delta_columns(k, k_tile, 4 * warp + 2 * i, s);
@@ -7036,6 +7438,7 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
 
 /* Norms and gates the results of a segment's own rows, and keeps the inputs of the forward's last tokens in the rings.
  * Grid: (n_row, ceil(n_value / 4)), block: 128, a warp per head. Moves 10 bytes per value, at the rate of memory. */
+template <bool KDA>
 __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ struct delta_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -7044,43 +7447,60 @@ __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ st
     const int t = a.first + (int)blockIdx.x, j0 = 4 * blockIdx.y;
     const int j = j0 + (int)(threadIdx.x >> 5);
     if (j < n_value)
-        delta_finish<false>(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
-                            a.out + (size_t)t * a.out_stride + j * dv);
-    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep<false>(a, run, run.pos, t, k);
+        delta_finish<KDA>(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
+                          a.out + (size_t)t * a.out_stride + j * dv);
+    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep<KDA>(a, run, run.pos, t, k);
 }
 
-/* Enqueues a gated delta net: for n_tok own rows after n_uncommitted earlier ones. */
-static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommitted, cudaStream_t s) {
+/* Enqueues the tiles of n_tok own rows, whose states have all rows before. */
+template <int RULE>
+static void delta_tiles_launch(const struct delta_args *args, int n_tok, cudaStream_t s) {
+    constexpr bool KDA = RULE == RULE_KDA, MAMBA = RULE == RULE_MAMBA;
     struct delta_args a = *args;
-    const unsigned heads = (unsigned)a.shape.n_value;
+    const unsigned heads = (unsigned)a.shape.n_value, groups = (unsigned)a.shape.n_key;
     const double keys = a.shape.n_key * a.shape.head_k, values = a.shape.n_value * a.shape.head_v;
-    const double state = 2 * 4 * values * a.shape.head_k; /* bytes to read and write it */
-    const bool decode = n_tok <= DECODE_MAX_TOKENS, kda = a.shape.n_decay > 1;
-    const dim3 grid(heads, (unsigned)(a.batch.several ? n_tok : 1));
-    a.n_own = decode ? DECODE_MAX_TOKENS : kda ? n_tok : 1; /* prefill makes its first row again */
-    if (decode || kda || n_uncommitted) profile_next(state, "%u heads", heads);
-    if (kda) LAUNCH_PDL(k_delta_decode<true>, grid, DELTA_THREADS, 0, s, a);
-    else if (decode || n_uncommitted) LAUNCH_PDL(k_delta_decode<false>, grid, DELTA_THREADS, 0, s, a);
-    if (decode || kda) return;
-    cudaFuncSetAttribute(k_delta_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_PREPARE_SMEM);
-    cudaFuncSetAttribute(k_delta_scan, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_SCAN_SMEM);
+    const double planes = delta_planes(RULE) * 2 * keys, state = 2 * 4 * values * a.shape.head_k; /* bytes */
+    const double matrices = (MAMBA ? 2.0 : 6.0) * DELTA_TILE * DELTA_TILE; /* bytes of a tile of a head */
     const int units = 2 * a.shape.n_key + a.shape.n_value + 1;
+    cudaFuncSetAttribute(k_delta_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_PREPARE_SMEM);
+    cudaFuncSetAttribute(k_kda_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, KDA_PREPARE_SMEM);
+    cudaFuncSetAttribute(k_delta_scan<RULE>, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_SCAN_SMEM);
     a.n_row_all = n_tok;
     for (; a.first < a.n_row_all; a.first += DELTA_SEGMENT) {
         a.n_row = min(a.n_row_all - a.first, (int)DELTA_SEGMENT);
         const unsigned tiles = (unsigned)(a.n_row + DELTA_TILE - 1) / DELTA_TILE;
         profile_next(a.n_row * (14 * keys + 8 * values), "%u heads", heads);
-        LAUNCH_PDL(k_delta_mix, dim3((unsigned)(a.n_row + DELTA_STEP - 1) / DELTA_STEP, (unsigned)(units + 3) / 4), 128,
-                   0, s, a);
-        profile_next(tiles * heads * (6.0 * DELTA_TILE * DELTA_TILE) + a.n_row * 3 * 2 * keys, "%u heads", heads);
-        LAUNCH_PDL(k_delta_prepare, dim3(tiles, heads), 128, DELTA_PREPARE_SMEM, s, a);
-        profile_next(tiles * heads * (6.0 * DELTA_TILE * DELTA_TILE) + a.n_row * (3 * 2 * keys + 8 * values) + state,
-                     "%u heads", heads);
-        LAUNCH_PDL(k_delta_scan, dim3((unsigned)(a.shape.head_v + DELTA_COLS - 1) / DELTA_COLS, heads), 128,
+        LAUNCH_PDL(k_delta_mix<RULE>,
+                   dim3((unsigned)(a.n_row + DELTA_STEP - 1) / DELTA_STEP, (unsigned)(units + 3) / 4), 128, 0, s, a);
+        profile_next(tiles * heads * matrices + a.n_row * (KDA ? 20 : MAMBA ? 4 : 6) * keys, "%u heads", heads);
+        if (KDA) LAUNCH_PDL(k_kda_prepare, dim3(tiles, heads), 128, KDA_PREPARE_SMEM, s, a);
+        else if (MAMBA) LAUNCH_PDL(k_mamba_prepare, dim3(tiles, groups), 128, 0, s, a);
+        else LAUNCH_PDL(k_delta_prepare, dim3(tiles, heads), 128, DELTA_PREPARE_SMEM, s, a);
+        profile_next(tiles * heads * matrices + a.n_row * (planes + (MAMBA ? 12 : 8) * values) + state, "%u heads",
+                     heads);
+        LAUNCH_PDL(k_delta_scan<RULE>, dim3((unsigned)(a.shape.head_v + DELTA_COLS - 1) / DELTA_COLS, heads), 128,
                    DELTA_SCAN_SMEM, s, a);
+        if (MAMBA) continue;
         profile_next(a.n_row * 10 * values, "%u heads", heads);
-        LAUNCH_PDL(k_delta_finish, dim3((unsigned)a.n_row, (heads + 3) / 4), 128, 0, s, a);
+        LAUNCH_PDL(k_delta_finish<KDA>, dim3((unsigned)a.n_row, (heads + 3) / 4), 128, 0, s, a);
     }
+}
+
+/* Enqueues a gated delta net or Kimi delta attention: for n_tok own rows after n_uncommitted earlier ones. */
+static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommitted, cudaStream_t s) {
+    struct delta_args a = *args;
+    const unsigned heads = (unsigned)a.shape.n_value;
+    const bool decode = n_tok <= DECODE_MAX_TOKENS, kda = a.shape.n_decay > 1;
+    const dim3 grid(heads, (unsigned)(a.batch.several ? n_tok : 1));
+    a.n_own = decode ? DECODE_MAX_TOKENS : 1; /* prefill makes its first row again */
+    if (decode || n_uncommitted) {
+        profile_next(2 * 4.0 * a.shape.n_value * a.shape.head_v * a.shape.head_k, "%u heads", heads);
+        if (kda) LAUNCH_PDL(k_delta_decode<true>, grid, DELTA_THREADS, 0, s, a);
+        else LAUNCH_PDL(k_delta_decode<false>, grid, DELTA_THREADS, 0, s, a);
+    }
+    if (decode) return;
+    if (kda) delta_tiles_launch<RULE_KDA>(&a, n_tok, s);
+    else delta_tiles_launch<RULE_NET>(&a, n_tok, s);
 }
 
 /* ============================================================================================================
@@ -7089,8 +7509,14 @@ static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommi
  * A state S (head_k, head_v) per head; moe.c has the rule, in "CPU operations: recurrent states". Rows, rings and what
  * the state lacks are as in the gated delta net, with C as the query, B as the key, x as the value and the time step as
  * alpha. What a row adds to S does not depend on S, so that the warps of a block, each with some rows of S, meet once
- * in 16 rows. Decode and prefill have the same two kernels: k_mamba_scan goes through the rows one by one, and
- * k_mamba_finish norms the results of a group's heads.
+ * in 16 rows. Decode has two kernels: k_mamba_scan goes through the rows one by one, and k_mamba_finish norms the results
+ * of a group's heads. Prefill lets k_mamba_scan take the lagging rows into the state, and has tiles of its own rows (see
+ * "Gated delta net") before k_mamba_finish.
+ *
+ * Floors of prefill, for a layer of Nemotron-3 Nano (64 heads of 64, 8 groups of 128) and one row: 49 KB of inputs,
+ * gates and results, 27 ns at 1.8 TB/s, and 100 KB that the kernels write and read between them, most of which L2 holds;
+ * 2.4 M multiplications by MMA, 15 ns. The scan is a chain of tiles: 4,000 cycles for 64 rows are 26 ns a row at 2.4 GHz,
+ * where there are no more blocks (128) than SMs.
  * ============================================================================================================ */
 
 enum {
@@ -7129,18 +7555,15 @@ DEVICE void mamba_inputs(const struct delta_args &a, const struct run &u, int po
         values[r * (kind == 2 ? MAMBA_COLS : DELTA_HEAD)] = y * sigmoid(y);
     }
     if (kind != 2 || lane >= rows) return;
-    const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + (p + lane) % a.n_ring) * a.ring_gates_stride;
-    const int head = delta_value_head(a.shape, j), t = u.first + p + lane - pos;
-    const float dt = (p + lane < pos ? kept[j] : a.alpha[(size_t)t * a.alpha_stride + j]) + a.dt_bias[head];
-    const float step = dt > 20.0f ? dt : log1pf(expf(dt));
-    to.gates[lane] = make_float2(expf(a.decay[head] * step), step);
+    const float2 g = delta_gates<true>(a, u, pos, p + lane, j);
+    to.gates[lane] = make_float2(expf(g.x), g.y);
 }
 
-/* Mamba-2's rows of a run: convolution, time step, S = decay S + B (dt x)^T, y = S^T C + D x; z becomes y * silu(z).
- * The state gets the rows before the forward, in prefill all but the last.
+/* Mamba-2's rows of a run, of its own n_own at most: convolution, time step, S = decay S + B (dt x)^T, y = S^T C + D x;
+ * z becomes y * silu(z). The state gets the rows before the forward.
  * Grid: (ceil(head_v / 32), n_value, runs), block: 288: warp w < 8 has rows 16w.. of 32 columns of S in registers. Two
- * barriers for 16 rows. Reads and writes each state once. A row is 16 x 3 operations of a thread: expect 2 us for a
- * token, mostly latency, and 4,000 cycles for 64 tokens of a prefill where there are no more blocks than SMs. */
+ * barriers for 16 rows. Reads and writes each state once. A row is 16 x 3 operations of a thread, 130 cycles with the
+ * other warps of a scheduler: expect 2 us for a token, mostly latency. */
 __global__ void __launch_bounds__(MAMBA_THREADS, 1) k_mamba_scan(const __grid_constant__ struct delta_args a) {
     SHARED(struct mamba_rows, in, 1);
     SHARED(float, sums, MAMBA_STEP *MAMBA_PARTS *MAMBA_COLS);
@@ -7151,8 +7574,7 @@ __global__ void __launch_bounds__(MAMBA_THREADS, 1) k_mamba_scan(const __grid_co
     const struct run &u = a.batch.at->run[blockIdx.z];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, dk = a.shape.head_k, dv = a.shape.head_v;
     const int j = blockIdx.y, col = blockIdx.x * MAMBA_COLS, c = col + lane;
-    const int pos = u.pos, first = u.n_committed, n_uncommitted = pos - first, n = n_uncommitted + u.n;
-    const int taken = u.n > DECODE_MAX_TOKENS ? n - 1 : n_uncommitted; /* rows that the state keeps */
+    const int pos = u.pos, first = u.n_committed, n_uncommitted = pos - first, n = n_uncommitted + min(u.n, a.n_own);
     float *state =
         a.state + (size_t)u.timeline * a.state_stride + (size_t)(j * dk * dv) + (size_t)(warp * MAMBA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - warp * MAMBA_ROWS : 0; /* of the thread's values that exist */
@@ -7164,9 +7586,6 @@ __global__ void __launch_bounds__(MAMBA_THREADS, 1) k_mamba_scan(const __grid_co
         mamba_inputs(a, u, pos, first + i0, rows, j, col, in[0]);
         __syncthreads(); /* the inputs of these rows are written, and the sums of those before are read */
         UNROLL_BY(1) for (int row = 0; row < rows && warp < MAMBA_PARTS; row++) {
-            if (i0 + row == taken && taken) {
-                UNROLL for (int i = 0; i < MAMBA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
-            }
             const float4 *b4 = (const float4 *)(in[0].b + row * DELTA_HEAD + warp * MAMBA_ROWS);
             const float4 *c4 = (const float4 *)(in[0].c + row * DELTA_HEAD + warp * MAMBA_ROWS);
             const float x = in[0].x[row * MAMBA_COLS + lane], f = in[0].gates[row].x, v = in[0].gates[row].y * x;
@@ -7180,6 +7599,8 @@ __global__ void __launch_bounds__(MAMBA_THREADS, 1) k_mamba_scan(const __grid_co
                 sum += q.x * S[i] + q.y * S[i + 1] + q.z * S[i + 2] + q.w * S[i + 3];
             }
             sums[(row * MAMBA_PARTS + warp) * MAMBA_COLS + lane] = sum;
+            if (i0 + row + 1 != n_uncommitted) continue; /* the state has the rows before the forward */
+            UNROLL for (int i = 0; i < MAMBA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
         }
         __syncthreads(); /* the sums are written, and nobody needs the inputs any more */
         for (int row = warp; row < rows; row += MAMBA_PARTS + 1) {
@@ -7211,16 +7632,22 @@ __global__ void __launch_bounds__(MAMBA_FINISH) k_mamba_finish(const __grid_cons
     for (int j = g * per_key; j < (g + 1) * per_key; j++) delta_keep<false>(a, u, u.pos, t - u.first, j);
 }
 
-/* Enqueues Mamba-2 for n_tok own rows. */
-static void mamba_launch(const struct delta_args *a, int n_tok, cudaStream_t s) {
-    const struct delta &d = a->shape;
-    const unsigned heads = (unsigned)d.n_value, runs = (unsigned)(a->batch.several ? n_tok : 1);
+/* Enqueues Mamba-2: for n_tok own rows after n_uncommitted earlier ones. */
+static void mamba_launch(const struct delta_args *args, int n_tok, int n_uncommitted, cudaStream_t s) {
+    struct delta_args a = *args;
+    const struct delta &d = a.shape;
+    const unsigned heads = (unsigned)d.n_value, runs = (unsigned)(a.batch.several ? n_tok : 1);
     const double values = d.n_value * d.head_v, mix = 2 * d.n_key * d.head_k + values;
-    profile_next(8 * (values * d.head_k + DELTA_TAPS * mix + 3 * d.n_value), "%u heads", heads);
-    LAUNCH_PDL(k_mamba_scan, dim3((unsigned)(d.head_v + MAMBA_COLS - 1) / MAMBA_COLS, heads, runs), MAMBA_THREADS, 0, s,
-               *a);
+    const bool decode = n_tok <= DECODE_MAX_TOKENS;
+    a.n_own = decode ? DECODE_MAX_TOKENS : 0;
+    if (decode || n_uncommitted) {
+        profile_next(8 * (values * d.head_k + DELTA_TAPS * mix + 3 * d.n_value), "%u heads", heads);
+        LAUNCH_PDL(k_mamba_scan, dim3((unsigned)(d.head_v + MAMBA_COLS - 1) / MAMBA_COLS, heads, runs), MAMBA_THREADS,
+                   0, s, a);
+    }
+    if (!decode) delta_tiles_launch<RULE_MAMBA>(&a, n_tok, s);
     profile_next(4 * values, "%u heads", heads);
-    LAUNCH_PDL(k_mamba_finish, dim3((unsigned)n_tok, (unsigned)d.n_key), MAMBA_FINISH, 0, s, *a);
+    LAUNCH_PDL(k_mamba_finish, dim3((unsigned)n_tok, (unsigned)d.n_key), MAMBA_FINISH, 0, s, a);
 }
 
 /* ============================================================================================================
@@ -8807,7 +9234,7 @@ CUDA_LACKS(ngrams_add)
 
 static void cuda_mamba(struct rank *r, const struct step *s) {
     const struct delta_args a = delta_args_of(r, s);
-    mamba_launch(&a, r->n_tok, r->cuda->stream);
+    mamba_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
 }
 
 /* Adds a compressor to what k_csa_store does: keys of d values from slots `value` and `gate`. Returns the bytes that it

@@ -776,16 +776,16 @@ void cuda_test_expanded(void) {
     }
 }
 
-/* Kimi delta attention: of one token, of several that lag, of as many as a prefill has; its low ranks, and the gates of
- * heads in latent attention. */
+/* Kimi delta attention: of one token, of several that lag, of prefills whose tiles and segments are full, begun, or one
+ * row beyond; its low ranks, and the gates of heads in latent attention. */
 void cuda_test_kda(void) {
     static const char *const names[] = {"kimi_linear", "bailing_hybrid"};
-    static const int n[] = {1, 5, 17, 2, 16, 40, 1, 9, 0};
+    static const int n[] = {1, 5, 17, 2, 16, 63, 1, 9, 129, 1, 0};
     cuda_test_begin(20);
     for (int f = 0; f < 2; f++) {
         const struct model *m = fixture_keep(names[f]);
         if (!m) return;
-        pair_forwards(names[f], m, f & 1 ? KV_BF16 : KV_FP8, 128, 0, MOE_ACT_F16, n);
+        pair_forwards(names[f], m, f & 1 ? KV_BF16 : KV_FP8, 256, 0, MOE_ACT_F16, n);
     }
 }
 
@@ -813,21 +813,21 @@ static const struct synth mamba_shapes[] = {
     {"heads of 64", "nemotron_h_moe", .keys = MAMBA_KEYS "ssm.time_step_rank=4 ssm.state_size=128 ssm.inner_size=256"},
     {"heads of 40", "nemotron_h_moe", .keys = MAMBA_KEYS "ssm.time_step_rank=6 ssm.state_size=72 ssm.inner_size=240"}};
 
-/* Mamba-2 and feed-forwards without a gate, with latent matrices and without: steps that are full, begun, or one row
- * beyond; from 1 to 16 tokens that lag. */
+/* Mamba-2 and feed-forwards without a gate, with latent matrices and without: steps, tiles and segments that are full,
+ * begun, or one row beyond; from 1 to 16 tokens that lag. */
 void cuda_test_mamba(void) {
     static const char *const names[] = {"nemotron_h", "nemotron_h_nvfp4"};
-    static const int n[] = {40, 1, 16, 9, 33, 2, 17, 1, 0};
+    static const int n[] = {40, 1, 16, 9, 129, 2, 17, 1, 64, 65, 16, 0};
     cuda_test_begin(21);
     for (int f = 0; f < 2; f++) {
         const struct model *m = fixture_keep(names[f]);
         if (!m) return;
-        pair_forwards(names[f], m, KV_BF16, 128, 0, MOE_ACT_F16, n);
+        pair_forwards(names[f], m, KV_BF16, 384, 0, MOE_ACT_F16, n);
     }
     for (int i = 0; i < 2; i++) {
         struct model m = {0};
         synth_make(&m, &mamba_shapes[i], NULL, false);
-        pair_forwards(m.name, &m, KV_FP8, 128, 2, MOE_ACT_F16, n);
+        pair_forwards(m.name, &m, KV_FP8, 384, 2, MOE_ACT_F16, n);
         model_free(&m);
     }
 }
@@ -1332,6 +1332,17 @@ static const struct synth tiny_synths[] = {
      "hyper_connection.count=4 hash_layer_count=1 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 "
      "expert_shared_count=1 expert_weights_scale=1.5 vocab_size=200 context_length=256" STREAM_KEYS,
      .ff_type = GGUF_MXFP4},
+    {"tiny KDA", "kimi-linear", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=2 attention.head_count_kv=0,1,0 attention.kv_lora_rank=64 "
+     "attention.key_length_mla=48 attention.value_length_mla=32 rope.dimension_count=16 ssm.conv_kernel=4 "
+     "kda.head_dim=128 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_gating_func=2 vocab_size=200 context_length=256"},
+    {"tiny Mamba-2", "nemotron_h_moe", .keys =
+     "block_count=5 embedding_length=128 feed_forward_length=0,192,0,0,64 attention.head_count=4 "
+     "attention.head_count_kv=0,0,2,0,0 attention.key_length=32 attention.value_length=32 ssm.conv_kernel=4 "
+     "ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=64 ssm.inner_size=128 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_shared_feed_forward_length=64 "
+     "expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5 vocab_size=200 context_length=256"},
     {"tiny blocks", "minimax-m3", .keys =
      "block_count=3 embedding_length=128 attention.head_count=8 attention.head_count_kv=2 attention.key_length=64 "
      "rope.dimension_count=32 attention.indexer.head_count=2 attention.indexer.key_length=64 "
@@ -1497,21 +1508,23 @@ static void launches_check(const char *model, struct session *s) {
 }
 
 static void test_cuda_profile(void) {
-    static const char *const decode[] = {"k_embed",        "k_add_norm",  "k_gemv_linear",
-                                         "k_gemv_glu",     "k_gemv_down", "k_mla_query",
-                                         "k_mla_value",    "attn_kernel", "k_route_decode",
-                                         "k_delta_decode", NULL},
-                             *const prefill[] = {
-                                 "k_embed",        "k_add_norm",  "k_gemv_linear",  "gemm_kernel",     "k_rope_gqa",
-                                 "k_rope_mla",     "attn_kernel", "k_route_logits", "k_route_prefill", "k_sort",
-                                 "k_tiles",        "k_combine",   "k_delta_mix",    "k_delta_prepare", "k_delta_scan",
-                                 "k_delta_finish", NULL};
+    static const char *const
+        decode[] = {"k_embed",     "k_add_norm",  "k_gemv_linear",  "k_gemv_glu",     "k_gemv_down",  "k_mla_query",
+                    "k_mla_value", "attn_kernel", "k_route_decode", "k_delta_decode", "k_mamba_scan", "k_mamba_finish",
+                    NULL},
+        *const prefill[] = {"k_embed",        "k_add_norm",    "k_gemv_linear",   "gemm_kernel",     "k_rope_gqa",
+                            "k_rope_mla",     "attn_kernel",   "k_route_logits",  "k_route_prefill", "k_sort",
+                            "k_tiles",        "k_combine",     "k_delta_mix",     "k_delta_prepare", "k_delta_scan",
+                            "k_delta_finish", "k_kda_prepare", "k_mamba_prepare", "k_mamba_finish",  NULL};
     static const struct {
         int shape, layer; /* kernels of a layer in decode at most */
-        int calls[2][17];
-    } t[] = {{0, 6, {{1, 2, 5, 2, 2, 0, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
-             {1, 9, {{1, 3, 11, 3, 2, 3, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
-             {3, 6, {{1, 2, 9, 4, 4, 0, 0, 1, 4, 3}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3}}}};
+        int calls[2][20];
+    } t[] = {
+        {0, 6, {{1, 2, 5, 2, 2, 0, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
+        {1, 9, {{1, 3, 11, 3, 2, 3, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
+        {3, 6, {{1, 2, 9, 4, 4, 0, 0, 1, 4, 3}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3}}},
+        {11, 9, {{1, 2, 11, 3, 3, 1, 1, 1, 3, 2}, {1, 8, 1, 35, 0, 1, 1, 3, 3, 3, 3, 3, 2, 0, 2, 2, 2}}},
+        {12, 6, {{1, 2, 7, 2, 2, 0, 0, 1, 2, 0, 2, 2}, {1, 7, 1, 24, 1, 0, 1, 2, 2, 2, 2, 2, 2, 0, 2, 0, 0, 2, 2}}}};
     struct engine e;
     struct settings set;
     for (int which = 0; which < (int)(sizeof tiny_synths / sizeof *tiny_synths); which++) {
@@ -1519,7 +1532,7 @@ static void test_cuda_profile(void) {
         launches_check(e.model.name, &e.session);
         engine_close(&e);
     }
-    for (int which = 0; which < 3; which++) {
+    for (int which = 0; which < (int)(sizeof t / sizeof *t); which++) {
         if (!tiny_open(&e, &set, t[which].shape)) return;
         float *before = pair_buffer((size_t)e.model.n_vocab);
         session_decode(&e.session, 5);

@@ -2214,28 +2214,31 @@ extern "C" void cuda_test_windows(void) {
             }
 }
 
-/* ---- gated delta net ---- */
+/* ---- gated delta net, Kimi delta attention, Mamba-2 ---- */
 
 struct delta_case {
     int n_key, group, dk, dv;
     bool tiled;
     int before, after; /* the model's key heads before and after the rank's */
     int pos, n_uncommitted, n_tok;
-    float size;       /* of the values */
-    float decay;      /* of alpha */
-    bool alike;       /* keys hardly differ, and little is forgotten */
-    bool kda = false; /* Kimi delta attention: a decay for every row of a state */
-    float bound = 0;  /* as of struct delta */
-    int n_decay() const { return kda ? dk : 1; }
+    float size;  /* of the values */
+    float decay; /* of alpha */
+    bool alike;  /* keys hardly differ, and little is forgotten */
+    enum delta_rule rule = RULE_NET;
+    float bound = 0;       /* as of struct delta */
+    float forgets = 0.01f; /* scale of the decays of such */
+    bool kda() const { return rule == RULE_KDA; }
+    bool mamba() const { return rule == RULE_MAMBA; }
+    int n_decay() const { return kda() ? dk : 1; }
     /* floats of a row of the ring of alpha and beta, and where those of a value head stand */
-    int gates() const { return n_key * group * (n_decay() + 1); }
-    int alpha_at(int j) const { return kda ? j * (dk + 1) : j; }
-    int beta_at(int j) const { return kda ? j * (dk + 1) + dk : n_key * group + j; }
+    int gates() const { return n_key * group * (n_decay() + !mamba()); }
+    int alpha_at(int j) const { return kda() ? j * (dk + 1) : j; }
+    int beta_at(int j) const { return kda() ? j * (dk + 1) + dk : n_key * group + j; }
 };
 
 /* Numbers for the case, as the model has them: rows of the positions first - 3 .. pos + n_tok - 1. */
 struct delta_numbers {
-    std::vector<float> q, k, v, alpha, beta, z, conv, decay, dt_bias, norm, state;
+    std::vector<float> q, k, v, alpha, beta, z, conv, bias, decay, dt_bias, skip, norm, state;
     explicit delta_numbers(const delta_case &c) {
         const size_t rows = (size_t)(c.n_uncommitted + c.n_tok + 3), n_key = (size_t)c.n_key,
                      n_value = n_key * (size_t)c.group;
@@ -2247,9 +2250,11 @@ struct delta_numbers {
         const size_t each = (size_t)c.n_decay();
         fill(alpha, rows * n_value * each, c.decay), fill(beta, rows * n_value, c.alike ? 0.1f : 1);
         fill(z, (size_t)c.n_tok * n_value * dv, 1), fill(conv, (2 * whole * dk + whole * (size_t)c.group * dv) * 4, 1);
-        fill(decay, whole * (size_t)c.group, 1), fill(dt_bias, whole * (size_t)c.group * each, 1), fill(norm, dv, 1);
+        fill(decay, whole * (size_t)c.group, 1), fill(dt_bias, whole * (size_t)c.group * each, 1);
+        fill(bias, c.mamba() ? conv.size() / 4 : 0, 0.3f), fill(skip, c.mamba() ? decay.size() : 0, 1);
+        fill(norm, c.mamba() ? whole * (size_t)c.group * dv : dv, 1);
         fill(state, n_value * dk * dv, c.size);
-        for (float &x : decay) x = (c.bound < 0 ? 1 : -1) * fabsf(x) * (c.alike ? 0.01f : 1);
+        for (float &x : decay) x = (c.bound < 0 ? 1 : -1) * fabsf(x) * (c.alike ? c.forgets : 1);
         if (!c.alike) return;
         for (float &x : beta) x += 4; /* of almost 1 */
         for (size_t i = 0; i < k.size(); i++) k[i] = (float)sin(1 + (double)(i % (n_key * dk))) + 0.2f * k[i];
@@ -2262,7 +2267,7 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
     const int n_value = c.n_key * c.group, whole = c.before + c.n_key + c.after, dk = c.dk, dv = c.dv;
     const int first = c.pos - c.n_uncommitted;
     auto conv = [&](const std::vector<float> &from, int width, int col, size_t channel, int row) {
-        double y = 0;
+        double y = c.mamba() ? (double)x.bias[channel] : 0;
         for (int t = 0; t < 4; t++)
             if (first + row - 3 + t >= 0)
                 y += (double)x.conv[channel * 4 + (size_t)t] * (double)from[(size_t)((row + t) * width + col)];
@@ -2287,34 +2292,45 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
                 q[(size_t)h] = conv(x.q, c.n_key * dk, kh * dk + h, at, i);
                 k[(size_t)h] = conv(x.k, c.n_key * dk, kh * dk + h, at + (size_t)(whole * dk), i);
             }
-            unit(q), unit(k);
+            if (!c.mamba()) unit(q), unit(k);
             const double beta = 1 / (1 + exp(-(double)x.beta[(size_t)((i + 3) * n_value + j)]));
             const double decay = (double)x.decay[(size_t)head];
             std::vector<double> f((size_t)dk);
+            double step = 0;
             for (int h = 0; h < dk; h++) {
-                const int n = c.n_decay(), e = c.kda ? h : 0;
+                const int n = c.n_decay(), e = c.kda() ? h : 0;
                 const double a = (double)x.alpha[(size_t)(((i + 3) * n_value + j) * n + e)] +
                                  (double)x.dt_bias[(size_t)(head * n + e)];
-                f[(size_t)h] = exp(c.bound < 0 ? (double)c.bound / (1 + exp(-decay * a)) : decay * log1p(exp(a)));
+                step = log1p(exp(a));
+                f[(size_t)h] = exp(c.bound < 0 ? (double)c.bound / (1 + exp(-decay * a)) : decay * step);
             }
             double ss = 0;
             for (int e = 0; e < dv; e++) {
-                double u = conv(x.v, n_value * dv, j * dv + e, (size_t)(2 * whole * dk + head * dv + e), i);
-                for (int h = 0; h < dk; h++) u -= f[(size_t)h] * k[(size_t)h] * S[(size_t)(h * dv + e)];
+                const double v = conv(x.v, n_value * dv, j * dv + e, (size_t)(2 * whole * dk + head * dv + e), i);
+                double u = v;
+                for (int h = 0; h < dk && !c.mamba(); h++) u -= f[(size_t)h] * k[(size_t)h] * S[(size_t)(h * dv + e)];
                 for (int h = 0; h < dk; h++) {
                     double &s = S[(size_t)(h * dv + e)];
-                    s = f[(size_t)h] * s + k[(size_t)h] * beta * u;
-                    o[(size_t)e] += q[(size_t)h] * s / sqrt(dk);
+                    s = f[(size_t)h] * s + k[(size_t)h] * (c.mamba() ? step : beta) * u;
+                    o[(size_t)e] += q[(size_t)h] * s / (c.mamba() ? 1 : sqrt(dk));
                 }
+                if (c.mamba()) o[(size_t)e] += (double)x.skip[(size_t)head] * v;
                 ss += o[(size_t)e] * o[(size_t)e];
             }
             for (int e = 0; e < dv && i >= c.n_uncommitted; e++) {
                 const size_t at = (size_t)((i - c.n_uncommitted) * n_value * dv + j * dv + e);
-                const double z = (double)x.z[at];
-                out[at] =
-                    o[(size_t)e] / sqrt(ss / dv + 1e-6) * (double)x.norm[(size_t)e] * (c.kda ? 1 : z) / (1 + exp(-z));
+                const double z = (double)x.z[at], gate = (c.kda() ? 1 : z) / (1 + exp(-z));
+                out[at] = o[(size_t)e] * gate;
+                if (!c.mamba()) out[at] *= (double)x.norm[(size_t)e] / sqrt(ss / dv + 1e-6);
             }
         }
+    }
+    const int n = c.group * dv; /* values of a group, which Mamba-2 norms together */
+    for (size_t at = 0; c.mamba() && at < out.size(); at += (size_t)n) {
+        const float *norm = &x.norm[((size_t)c.before + at / (size_t)n % (size_t)c.n_key) * (size_t)n];
+        double ss = 0;
+        for (int e = 0; e < n; e++) ss += out[at + (size_t)e] * out[at + (size_t)e];
+        for (int e = 0; e < n; e++) out[at + (size_t)e] *= (double)norm[e] / sqrt(ss / n + 1e-6);
     }
 }
 
@@ -2348,7 +2364,7 @@ static void run_delta(const struct delta_case &c) {
                 float *row = &r[(size_t)(p % RING * c.gates())];
                 const int at = (p - first + 3) * n_value + j;
                 std::copy_n(x.alpha.begin() + at * n, n, row + c.alpha_at(j));
-                row[c.beta_at(j)] = x.beta[(size_t)at];
+                if (!c.mamba()) row[c.beta_at(j)] = x.beta[(size_t)at];
             }
         return r;
     };
@@ -2359,20 +2375,23 @@ static void run_delta(const struct delta_case &c) {
     gpu_array<float> ring_qk(ring(x.q, x.k, keys, first - 3, c.pos)), ring_v(ring(x.v, x.v, values, first - 3, c.pos)),
         ring_gates(ring_of_gates(first - 3, c.pos));
     gpu_array<float> state(x.state), conv(x.conv), decay(x.decay), dt_bias(x.dt_bias), norm(x.norm);
+    gpu_array<float> bias(c.mamba() ? x.bias : x.norm), skip(c.mamba() ? x.skip : x.norm);
     gpu_array<uint16_t> out(std::vector<uint16_t>((size_t)(c.n_tok * (values + PAD)), 0xABCD));
     gpu_batch b(c.pos, c.n_tok, first);
     const size_t most = DELTA_SEGMENT, tiles = most / DELTA_TILE * (size_t)n_value;
-    gpu_array<uint16_t> qk16(std::vector<uint16_t>(most * 3 * (size_t)keys, 0x7E00)),
+    gpu_array<uint16_t> qk16(std::vector<uint16_t>(most * (size_t)(delta_planes(c.rule) * keys), 0x7E00)),
         tiles_d(std::vector<uint16_t>(tiles * 3 * DELTA_TILE * DELTA_TILE, 0x7E00));
     gpu_array<float> mixed(std::vector<float>(most * (size_t)values, NAN)),
-        gates(std::vector<float>(most * 2 * (size_t)n_value, NAN)), fades(std::vector<float>(tiles * DELTA_FADES, NAN));
+        gates(std::vector<float>(most * 4 * (size_t)n_value, NAN)), fades(std::vector<float>(tiles * DELTA_FADES, NAN));
     struct delta_args a = {};
     a.batch = b;
     const int whole = c.before + c.n_key + c.after;
     a.shape.n_key = c.n_key, a.shape.n_value = n_value, a.shape.head_k = c.dk, a.shape.head_v = c.dv;
     a.shape.n_conv = DELTA_TAPS, a.shape.n_decay = c.n_decay(), a.shape.bound = c.bound;
-    a.shape.sigmoid_gate = c.kda, a.shape.tiled = c.tiled, a.shape.first_key = c.before, a.shape.whole_key = whole;
-    a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha, a.beta = beta;
+    a.shape.sigmoid_gate = c.kda(), a.shape.tiled = c.tiled, a.shape.first_key = c.before, a.shape.whole_key = whole;
+    a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha;
+    if (c.mamba()) a.conv_bias = bias, a.skip = skip;
+    else a.beta = beta;
     a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
     a.alpha_stride = (size_t)(n_value * c.n_decay() + PAD), a.beta_stride = (size_t)(n_value + PAD);
     a.ring_qk = ring_qk, a.ring_v = ring_v, a.ring_gates = ring_gates, a.n_ring = RING;
@@ -2382,8 +2401,8 @@ static void run_delta(const struct delta_case &c) {
     for (int i = 0; i < 3; i++) a.before[i] = i * a.shape.whole_key * c.dk;
     a.t = {qk16, mixed, gates, tiles_d, fades};
     q.arrive();
-    delta_launch(&a, c.n_tok, c.n_uncommitted, test_stream);
-    finish("a gated delta net");
+    (c.mamba() ? mamba_launch : delta_launch)(&a, c.n_tok, c.n_uncommitted, test_stream);
+    finish("a recurrent layer");
     std::vector<double> want, want_state;
     delta_plain(c, x, taken, want, want_state);
     std::vector<uint16_t> got = out.get();
@@ -2411,9 +2430,10 @@ static void run_delta(const struct delta_case &c) {
         "%d keys of %d, %d values of %d, %s, from %d, %d tokens after %d at %d, size %g, decay %g%s: NMSE %.1e, state "
         "%.1e, %d wrong in rings and gaps",
         c.n_key, c.dk, n_value, c.dv,
-        c.kda     ? "decays of rows"
-        : c.tiled ? "tiled"
-                  : "grouped",
+        c.kda()     ? "decays of rows"
+        : c.mamba() ? "Mamba-2"
+        : c.tiled   ? "tiled"
+                    : "grouped",
         c.before, c.n_tok, c.n_uncommitted, c.pos, c.size, c.decay, c.alike ? ", alike" : "", sum.nmse(), states.nmse(),
         bad);
 }
@@ -2434,14 +2454,30 @@ extern "C" void cuda_test_delta_net(void) {
         {1, 1, 24, 32, true, 0, 0, 70, 16, 49, 1e4f, 4, false},
         {1, 1, 128, 72, false, 2, 0, 16, 16, 700, 1, 0.1f, true},
         {1, 2, 128, 128, true, 0, 2, 60, 3, 254, 1, 1, false},
+        {1, 2, 128, 64, false, 0, 0, 16, 16, 80, 1, 40, false}, /* decays of e^-100, and of 1 */
         /* Kimi delta attention: decode, prefill */
-        {2, 1, 128, 128, false, 0, 0, 0, 0, 1, 1, 1, false, true, 0},
-        {1, 1, 40, 40, false, 2, 1, 40, 3, 5, 1, 1, false, true, 0},
-        {1, 1, 64, 64, false, 1, 0, 100, 16, 16, 1e4f, 3, false, true, -5},
-        {1, 1, 128, 128, false, 0, 1, 19, 9, 16, 1, 0.1f, true, true, -0.1f},
-        {2, 1, 32, 32, false, 0, 1, 0, 0, 17, 1, 1, false, true, 0},
-        {1, 1, 128, 128, false, 3, 0, 60, 7, 41, 1, 2, false, true, -5},
-        {1, 1, 24, 24, false, 0, 0, 16, 16, 700, 1, 0.1f, true, true, 0},
+        {2, 1, 128, 128, false, 0, 0, 0, 0, 1, 1, 1, false, RULE_KDA},
+        {1, 1, 40, 40, false, 2, 1, 40, 3, 5, 1, 1, false, RULE_KDA},
+        {1, 1, 64, 64, false, 1, 0, 100, 16, 16, 1e4f, 3, false, RULE_KDA, -5},
+        {1, 1, 128, 128, false, 0, 1, 19, 9, 16, 1, 0.1f, true, RULE_KDA, -0.1f},
+        {2, 1, 32, 32, false, 0, 1, 0, 0, 17, 1, 1, false, RULE_KDA},
+        {1, 1, 128, 128, false, 3, 0, 60, 7, 41, 1, 2, false, RULE_KDA, -5},
+        {1, 1, 24, 24, false, 0, 0, 16, 16, 700, 1, 0.1f, true, RULE_KDA},
+        {2, 1, 128, 128, false, 1, 2, 5, 5, 63, 1e-4f, 1, false, RULE_KDA},
+        {1, 1, 72, 72, false, 0, 0, 70, 16, 64, 1e4f, 4, false, RULE_KDA, -5},
+        {1, 1, 128, 128, false, 0, 0, 2, 2, 65, 1, 40, false, RULE_KDA}, /* decays of e^-100, and of 1 */
+        {3, 1, 40, 40, false, 0, 1, 16, 16, 129, 1, 10, false, RULE_KDA, -5},
+        {1, 1, 128, 128, false, 0, 0, 0, 0, 81, 1, 1, true, RULE_KDA, -1e-4f},
+        /* Mamba-2: decode, prefill */
+        {1, 2, 128, 64, false, 0, 0, 0, 0, 1, 1, 1, false, RULE_MAMBA},
+        {2, 3, 72, 40, false, 1, 1, 40, 16, 16, 1e4f, 3, false, RULE_MAMBA},
+        {1, 8, 128, 64, false, 1, 0, 0, 0, 17, 1, 1, false, RULE_MAMBA},
+        {2, 1, 128, 64, false, 0, 1, 5, 5, 63, 1e-4f, 1, false, RULE_MAMBA},
+        {1, 2, 72, 40, false, 2, 0, 70, 16, 64, 1e4f, 4, false, RULE_MAMBA},
+        {2, 5, 24, 32, false, 0, 2, 3, 1, 65, 1, 1, true, RULE_MAMBA},
+        {1, 1, 128, 128, false, 0, 0, 16, 16, 80, 1, 40, false, RULE_MAMBA}, /* decays of e^-100, and of 1 */
+        {1, 2, 128, 64, false, 0, 0, 60, 3, 254, 1, 0.1f, true, RULE_MAMBA},
+        {1, 1, 40, 72, false, 0, 0, 16, 16, 700, 1, 1, false, RULE_MAMBA},
     };
     for (auto &c : cases) run_delta(c);
 }
@@ -2450,4 +2486,6 @@ extern "C" void cuda_test_delta_net(void) {
 extern "C" void cuda_test_delta_recall(void) {
     begin_test(13);
     run_delta({1, 1, 128, 32, false, 0, 0, 0, 0, 30000, 1, 0.001f, true});
+    run_delta({1, 1, 128, 32, false, 0, 0, 0, 0, 30000, 1, 0.001f, true, RULE_KDA, -1e-6f});
+    run_delta({1, 1, 128, 32, false, 0, 0, 0, 0, 30000, 1, 0.001f, true, RULE_MAMBA, 0, 1e-7f});
 }

@@ -409,8 +409,7 @@ static void message_swapped(const char *launch, void *args) {
     change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { std::swap(a.forget, a.gain); });
 }
 static void message_factors(const char *launch, void *args) {
-    change_if<struct message_args>(launch, "k_mix_message", args,
-                                   [](auto &a) { a.factors++; });
+    change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { a.factors++; });
 }
 static void message_other(const char *launch, void *args) {
     change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { a.pair += a.n / 2; });
@@ -505,6 +504,97 @@ static void other_eps(const char *launch, void *args) {
 static void norm_of_next(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_mamba_finish", args, [](auto &a) { a.norm++; });
 }
+
+/* Mistakes about the tiles of a prefill. */
+template <class F>
+static void change_tiles(const char *launch, const char *kernel, void *args, F f) {
+    change_if<struct delta_args>(launch, kernel, args, f);
+}
+static void mix_taps_exchanged(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { std::swap(a.before[0], a.before[1]); });
+}
+static void mix_other_biases(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.conv_bias++; });
+}
+static void mix_steps_of_next(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.dt_bias = a.skip; });
+}
+static void mix_decays_of_biases(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.decay = a.dt_bias; });
+}
+static void mix_row_short(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.n_row -= a.n_row > 1; });
+}
+static void mix_first_segment(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.first = 0; });
+}
+static void mix_ring_shorter(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.n_ring--; });
+}
+static void mix_betas_of_next(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.beta++; });
+}
+static void prepare_all_taken(const char *launch, void *args) {
+    for (const char *kernel : {"k_kda_prepare", "k_mamba_prepare"})
+        change_tiles(launch, kernel, args, [](auto &a) { a.n_row_all++; });
+}
+static void prepare_scales_of_next(const char *launch, void *args) {
+    change_tiles(launch, "k_mamba_prepare", args, [](auto &a) { a.t.gates++; });
+}
+static void scan_groups_in_turn(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_scan", args, [](auto &a) { a.shape.tiled = true; });
+}
+static void scan_other_skip(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_scan", args, [](auto &a) { a.skip = a.decay; });
+}
+static void scan_gates_of_first(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_scan", args, [](auto &a) { a.z -= a.first * (int)a.z_stride; });
+}
+static void scan_one_tile(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_scan", args, [](auto &a) { a.n_row = min(a.n_row, (int)DELTA_TILE); });
+}
+static void scan_factors_of_next(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_scan", args, [](auto &a) { a.t.fades++; });
+}
+static void scan_keys_of_next(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_scan", args, [](auto &a) { a.t.qk += 8; });
+}
+static void lag_with_own_rows(const char *launch, void *args) {
+    change_tiles(launch, "k_mamba_scan", args, [](auto &a) { a.n_own += !a.n_own; });
+}
+static void lag_left_out(const char *launch, void *args) {
+    for (const char *kernel : {"k_delta_decode", "k_mamba_scan"})
+        change_tiles(launch, kernel, args, [](auto &a) {
+            if (a.n_own > 1) return;
+            float *none = changed_floats((size_t)(a.shape.n_value * a.shape.head_k * a.shape.head_v));
+            a.state = none; /* another state gets the rows */
+        });
+}
+static void prepare_bound(const char *launch, void *args) {
+    change_tiles(launch, "k_kda_prepare", args, [](auto &a) { a.shape.bound = a.shape.bound < 0 ? 0 : -5; });
+}
+static void prepare_decays_of_next_row(const char *launch, void *args) {
+    change_tiles(launch, "k_kda_prepare", args, [](auto &a) { a.alpha++; });
+}
+static void prepare_offsets_of_next_row(const char *launch, void *args) {
+    change_tiles(launch, "k_kda_prepare", args, [](auto &a) { a.dt_bias++; });
+}
+static void prepare_rates_of_next_head(const char *launch, void *args) {
+    change_tiles(launch, "k_kda_prepare", args, [](auto &a) { a.decay++; });
+}
+static void prepare_first_segment(const char *launch, void *args) {
+    change_tiles(launch, "k_kda_prepare", args, [](auto &a) { a.alpha -= a.first * (int)a.alpha_stride; });
+}
+static void prepare_row_short(const char *launch, void *args) {
+    for (const char *kernel : {"k_kda_prepare", "k_mamba_prepare"})
+        change_tiles(launch, kernel, args, [](auto &a) { a.n_row--; });
+}
+static void finish_gates_of_next(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_finish", args, [](auto &a) { a.z++; });
+}
+static void finish_ring_shorter(const char *launch, void *args) {
+    change_tiles(launch, "k_delta_finish", args, [](auto &a) { a.n_ring--; });
+}
 static void not_squared(const char *launch, void *args) {
     change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.square = 0; });
 }
@@ -573,9 +663,6 @@ static void betas_of_next_head(const char *launch, void *args) {
 }
 static void kept_decays_of_next_row(const char *launch, void *args) {
     change_kda(launch, args, [](auto &a) { a.ring_gates -= a.batch.several ? 0 : 1; });
-}
-static void prefill_ends_early(const char *launch, void *args) {
-    change_kda(launch, args, [](auto &a) { a.n_own = min(a.n_own, (int)DECODE_MAX_TOKENS); });
 }
 static void gates_of_next_value(const char *launch, void *args) {
     change_kda(launch, args, [](auto &a) { a.z++; });
@@ -745,6 +832,23 @@ static const struct {
                 {"mamba", "gates are those of the next value", gates_of_next},
                 {"mamba", "results of Mamba-2 have another eps", other_eps},
                 {"mamba", "results of Mamba-2 have the next weights", norm_of_next},
+                {"mamba", "a prefill's B has the taps of C", mix_taps_exchanged},
+                {"mamba", "a prefill's convolution has the bias of the next channel", mix_other_biases},
+                {"mamba", "a prefill's time steps have another bias", mix_steps_of_next},
+                {"mamba", "a prefill's decays are another vector", mix_decays_of_biases},
+                {"mamba", "a prefill's last row of Mamba-2 is not made", mix_row_short},
+                {"mamba", "segments of Mamba-2 have the rows of the first", mix_first_segment},
+                {"mamba", "a prefill of Mamba-2 has a shorter ring", mix_ring_shorter},
+                {"mamba", "a prefill's last row goes into the state of Mamba-2", prepare_all_taken},
+                {"mamba", "a prefill's groups have the scales of the next", prepare_scales_of_next},
+                {"mamba", "a prefill's last row of Mamba-2 has no tile", prepare_row_short},
+                {"mamba", "a prefill's heads have the groups in turn", scan_groups_in_turn},
+                {"mamba", "a prefill's D is another vector", scan_other_skip},
+                {"mamba", "segments have the gates of the first", scan_gates_of_first},
+                {"mamba", "a prefill of Mamba-2 ends after a tile", scan_one_tile},
+                {"mamba", "a prefill's tiles have the factors of the next row", scan_factors_of_next},
+                {"mamba", "rows before a prefill make its first, too", lag_with_own_rows},
+                {"mamba", "rows before a prefill go into another state of Mamba-2", lag_left_out},
                 {"mamba", "hidden values are not squared", not_squared},
                 {"mamba", "feed-forwards have a gate", gated_by_itself},
                 {"mamba", "routed experts do not read the latents", latents_not_read},
@@ -781,7 +885,24 @@ static const struct {
                 {"kda", "heads decay as the next", rates_of_next_head},
                 {"kda", "heads have the beta of the next", betas_of_next_head},
                 {"kda", "lagging rows have the decays of the next", kept_decays_of_next_row},
-                {"kda", "a prefill ends after 16 tokens", prefill_ends_early},
+                {"kda", "a prefill's queries have the taps of keys", mix_taps_exchanged},
+                {"kda", "a prefill's last row is not made", mix_row_short},
+                {"kda", "segments of a prefill have the rows of the first", mix_first_segment},
+                {"kda", "a prefill's ring is shorter by a row", mix_ring_shorter},
+                {"kda", "a prefill's heads have the beta of the next", mix_betas_of_next},
+                {"kda", "a prefill's last row goes into the state", prepare_all_taken},
+                {"kda", "a prefill's decays have another bound", prepare_bound},
+                {"kda", "a prefill's rows have the decays of the next", prepare_decays_of_next_row},
+                {"kda", "a prefill's decays have the offset of the next row", prepare_offsets_of_next_row},
+                {"kda", "a prefill's heads decay as the next", prepare_rates_of_next_head},
+                {"kda", "segments of a prefill have the decays of the first", prepare_first_segment},
+                {"kda", "a prefill's last row has no tile", prepare_row_short},
+                {"kda", "a prefill ends after a tile", scan_one_tile},
+                {"kda", "rows of a state decay as the next over a tile", scan_factors_of_next},
+                {"kda", "a prefill's keys are those of the next values", scan_keys_of_next},
+                {"kda", "rows before a prefill go into another state", lag_left_out},
+                {"kda", "a prefill's values have the gates of the next", finish_gates_of_next},
+                {"kda", "a prefill fills a shorter ring", finish_ring_shorter},
                 {"kda", "values have the gates of the next", gates_of_next_value},
                 {"kda", "a ring is shorter by a row", ring_too_short},
                 {"kda", "the low ranks are exchanged", low_ranks_exchanged},
