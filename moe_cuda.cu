@@ -6297,9 +6297,9 @@ static void csa_store(const struct csa_args *args, bool with_heads, cudaStream_t
  * tiles by the same kernels, but for what a tile needs besides the state (enum delta_rule).
  *
  * Floors of prefill, for a layer of Kimi Linear (32 heads of 128 with a decay for each channel) and one row: 90 KB of
- * inputs, gates and results, 50 ns at 1.8 TB/s, and 280 KB that the kernels write and read between them, most of which L2
- * holds; 5 M multiplications by MMA, 30 ns, and 0.1 M others within blocks of 16 rows. The scan is a chain of tiles: 8,500
- * cycles for 64 rows are 55 ns a row at 2.4 GHz, where there are no more blocks (128) than SMs.
+ * inputs, gates and results, 50 ns at 1.8 TB/s, and 280 KB that the kernels write and read between them, most of which
+ * L2 holds; 5 M multiplications by MMA, 30 ns, and 0.1 M others within blocks of 16 rows. The scan is a chain of tiles:
+ * 8,500 cycles for 64 rows are 55 ns a row at 2.4 GHz, where there are no more blocks (128) than SMs.
  *
  * In prefill with tiles the factors of the state are pairs of F16 numbers, the rounded number and the rest: the state's
  * relative error is 1e-6, against 3e-4 to 1e-3 with one F16 number each. Products that only the result needs have one.
@@ -6336,8 +6336,8 @@ enum delta_plane { DELTA_Q, DELTA_K, DELTA_K_REST, DELTA_INTO, DELTA_INTO_REST }
 static constexpr __host__ __device__ int delta_planes(int rule) { return rule == RULE_KDA ? 5 : 3; }
 
 /* Where the factors of a tile stand, DELTA_TILE of each: of the state in a row's result; of what a row adds to the
- * state; of Mamba-2's values; of what they give in its results. Then that of the state. KDA has the factors of the state's rows instead of
- * all these. */
+ * state; of Mamba-2's values; of what they give in its results. Then that of the state. KDA has the factors of the
+ * state's rows in place of all these. */
 enum delta_fade { FADE_STATE = 0, FADE_ADDED = 1, FADE_VALUE = 2, FADE_RESULT = 3, FADE_LAST = 4 };
 static_assert((int)FADE_LAST * (int)DELTA_TILE < (int)DELTA_FADES && (int)DELTA_HEAD <= (int)DELTA_FADES,
               "the factors of a tile fit");
@@ -6745,8 +6745,8 @@ DEVICE float2 exact_sum(float2 a, float2 b) {
     return make_float2(x + rest, rest - (x + rest - x));
 }
 
-/* With one warp: sums[t] = the sum of the logarithms of value head j's decays over rows `row`..row + t of the segment, in
- * two floats, because differences of large sums have to be as exact as small ones; second[t] = beta or the time step.
+/* With one warp: sums[t] = the sum of the logarithms of value head j's decays over rows `row`..row + t of the segment,
+ * in two floats, because differences of large sums have to be as exact as small ones; second[t] = beta or the time step.
  * Rows that do not exist have 0. */
 DEVICE void delta_sums(const struct delta_args &a, int row, int j, float2 *sums, float *second) {
     const int lane = threadIdx.x & 31; /* lane i has rows 2i and 2i + 1 */
@@ -6780,8 +6780,8 @@ DEVICE int delta_taken(const struct delta_args &a, int row) {
     return min(a.n_row_all - 1 - a.first - row, (int)DELTA_TILE);
 }
 
-/* Writes row t's factors of the state, which are multiplied by f, and of what it adds to the state: sums as above, `taken`
- * rows go into it. */
+/* Writes row t's factors of the state, which are multiplied by f, and of what it adds to the state: sums as above,
+ * `taken` rows go into it. */
 DEVICE void delta_fades(float *fades, const float2 *sums, int taken, int t, float f) {
     fades[FADE_STATE * DELTA_TILE + t] = f * expf(sums[t].x);
     fades[FADE_ADDED * DELTA_TILE + t] = t < taken ? expf(delta_between(sums, t, taken - 1)) : 0;
@@ -7031,13 +7031,13 @@ DEVICE void kda_fold(const struct delta_args &a, uint8_t *k, uint8_t *q, uint8_t
 }
 
 /* What a tile of 64 rows of a head of Kimi delta attention needs besides the state: T and P as in k_delta_prepare, with
- * e^(G_t - G_s) for each channel inside the products k_t.k_s and q_t.k_s. No exponent is ever positive: within 16 rows a
- * key is multiplied by decay after decay; of other blocks of 16 the earlier rows have the decays to the end of theirs,
+ * e^(G_t - G_s) for each channel inside the products k_t.k_s and q_t.k_s. No exponent is ever positive: within 16 rows
+ * a key is multiplied by decay after decay; of other blocks of 16 the earlier rows have the decays to the end of theirs,
  * the later ones those from the start of theirs, and those of the blocks between. The planes of queries and keys get
  * their decays over the tile, and fades those of the state's rows.
  * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 1 M multiplications by MMA, and 200,000 of decays within 16
- * rows, which take most of the time: some 5,000 cycles. Reads 80 KB, writes 95 KB, with one block on an SM of SM120, 2 on
- * others. */
+ * rows, which take most of the time: some 5,000 cycles. Reads 80 KB, writes 95 KB, with one block on an SM of SM120, 2
+ * on others. */
 __global__ void __launch_bounds__(128, 1) k_kda_prepare(const __grid_constant__ struct delta_args a) {
     DYN_SMEM(uint8_t, k_part);
     SHARED(float, beta, DELTA_TILE);
@@ -7117,10 +7117,11 @@ __global__ void __launch_bounds__(128, 1) k_kda_prepare(const __grid_constant__ 
     delta_inverse(A, T, beta, to);
 }
 
-/* What a tile of 64 rows of a group of Mamba-2 needs besides the state, for each of its heads (arXiv 2405.21060, section
- * 6). With G as in k_delta_prepare, and C and B scaled as k_delta_mix stores them:
+/* What a tile of 64 rows of a group of Mamba-2 needs besides the state, for each of its heads (arXiv 2405.21060,
+ * section 6). With G as in k_delta_prepare, and C and B scaled as k_delta_mix stores them:
  *   P[t][s] = e^(G_t - G_s) C_t.B_s, s <= t.
- * fades as in k_delta_prepare; time steps of the values, with what undoes the scale of B; what undoes that of C.
+ * fades: as in k_delta_prepare, those of results times what undoes the scale of C; time steps times what undoes the
+ * scale of B; what undoes the scale of C.
  * Grid: (tiles, n_key), block: 128, a warp per 16 rows. 0.5 M multiplications by MMA for the group, and 2,100
  * exponentials a head. Reads 32 KB, writes 6 KB a head: with 8 heads expect 3,000 cycles. */
 __global__ void __launch_bounds__(128, 2) k_mamba_prepare(const __grid_constant__ struct delta_args a) {
@@ -7252,11 +7253,12 @@ DEVICE void delta_columns(uint32_t r[4], const uint8_t *tile, int piece, int s) 
 /* Goes through the tiles of a segment with 32 columns of a value head's state, V being those of the values:
  *   X = K S;  R = V - e^G X;  U = T R;  result = (e^G Q S + P U) / sqrt(head_k);  S = e^(G_m) S + K^T e^(G_m - G) U.
  * KDA: the queries and both forms of the keys have these factors, and the rows of S their own. Mamba-2: U = dt V, and
- * the result, with D V added, multiplies the silu of the gate. S is F32 in registers. As operands S, R and U are F16, with a power of two for every warp's rows. In products that go
+ * the result, with D V added, multiplies the silu of the gate.
+ * S is F32 in registers. As operands S, R and U are F16, with a power of two for every warp's rows. In products that go
  * into the state each factor is the sum of the rounded number x and the rest x': x y + x' y + x y' is added up.
  * Grid: (ceil(head_v / 32), n_value), block: 128. Warp w has rows 16w.. of a tile and 32w.. of the state. The next
  * tile's keys come while this one is multiplied; a warp copies its own rows of the queries and of the keys' rest, and
- * multiplies S by the keys meanwhile. 2.2 M multiplications and 74 KB from L2 per tile (KDA: 106), three barriers:
+ * multiplies S by the keys meanwhile. 2.2 M multiplications and 74 KB from L2 per tile (KDA: 106 KB), three barriers:
  * expect 8,000 cycles, 240 us for 4,096 tokens where there are no more blocks than SMs. Mamba-2: 1.1 M, 64 KB, two
  * barriers: expect 4,000 cycles. */
 template <int RULE>
@@ -7509,14 +7511,14 @@ static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommi
  * A state S (head_k, head_v) per head; moe.c has the rule, in "CPU operations: recurrent states". Rows, rings and what
  * the state lacks are as in the gated delta net, with C as the query, B as the key, x as the value and the time step as
  * alpha. What a row adds to S does not depend on S, so that the warps of a block, each with some rows of S, meet once
- * in 16 rows. Decode has two kernels: k_mamba_scan goes through the rows one by one, and k_mamba_finish norms the results
- * of a group's heads. Prefill lets k_mamba_scan take the lagging rows into the state, and has tiles of its own rows (see
- * "Gated delta net") before k_mamba_finish.
+ * in 16 rows. Decode has two kernels: k_mamba_scan goes through the rows one by one, and k_mamba_finish norms the
+ * results of a group's heads. Prefill lets k_mamba_scan take the lagging rows into the state, and has tiles of its own
+ * rows (see "Gated delta net") before k_mamba_finish.
  *
  * Floors of prefill, for a layer of Nemotron-3 Nano (64 heads of 64, 8 groups of 128) and one row: 49 KB of inputs,
- * gates and results, 27 ns at 1.8 TB/s, and 100 KB that the kernels write and read between them, most of which L2 holds;
- * 2.4 M multiplications by MMA, 15 ns. The scan is a chain of tiles: 4,000 cycles for 64 rows are 26 ns a row at 2.4 GHz,
- * where there are no more blocks (128) than SMs.
+ * gates and results, 27 ns at 1.8 TB/s, and 100 KB that the kernels write and read between them, most of which L2
+ * holds; 2.4 M multiplications by MMA, 15 ns. The scan is a chain of tiles: 4,000 cycles for 64 rows are 26 ns a row at
+ * 2.4 GHz, where there are no more blocks (128) than SMs.
  * ============================================================================================================ */
 
 enum {
