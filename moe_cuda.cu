@@ -6655,7 +6655,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     const int pos = run.pos, p0 = pos + a.first + row0;
     const int rows = min(a.n_row - row0, (int)DELTA_STEP), n_head = 2 * d.n_key + d.n_value;
     if (item == n_head) {
-        for (int i = lane; i < rows * d.n_value; i += WARP) {
+        UNROLL_BY(1) for (int i = lane; i < rows * d.n_value; i += WARP) {
             const int row = i / d.n_value, j = i % d.n_value;
             __builtin_assume(p0 + row >= pos);
             float *to = delta_gates_row(a, row0 + row) + j;
