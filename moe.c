@@ -87,7 +87,7 @@
  *   CPU kernels: choice                               90  the best set that the processor has
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                   350  embedding, norms, all-reduce
+ *   CPU operations                                   410  embedding, norms, all-reduce
  *   CPU operations: matrices and rotations           300  linear, input of MTP, RoPE
  *   CPU operations: attention                        440  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
@@ -1253,7 +1253,10 @@ enum qk_norm {
     X(KDA_COLUMN, l->delta.n_decay > 1 && !l->delta.flat_decay)                       \
     X(FFN_NORM, !l->post_norm && !l->no_ffn && l->mixer != MIXER_NONE && !m->hc_low)  \
     X(POST_NORM, l->post_norm)                                                        \
+    X(RESULT_NORMS, l->result_norms)                                                  \
     X(DENSE_FFN, !l->n_expert && !l->no_ffn)                                          \
+    X(DENSE_APART, !l->n_expert && !l->no_ffn && !l->fused_up)                        \
+    X(DENSE_FUSED, !l->n_expert && !l->no_ffn && l->fused_up)                         \
     X(EXPERTS, l->n_expert > 0)                                                       \
     X(GATED, !l->ungated)                                                             \
     X(LATENT, l->n_latent > 0)                                                        \
@@ -1350,6 +1353,8 @@ struct layer {
     enum qk_norm qk_norm;
     bool mtp;            /* a layer for multi-token prediction, see forward_mtp */
     bool post_norm;      /* files name ffn_norm post_attention_norm */
+    bool result_norms;   /* what a half gives is normed before it is added to the residual */
+    bool fused_up;       /* files have the rows of a dense feed-forward's gate before those of up, in ffn_up */
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
@@ -1357,8 +1362,9 @@ struct layer {
     bool ngrams;         /* rows of the table of n-grams are added to the streams before the layer */
     uint64_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
     struct attn attn;
-    const float *attn_norm, *ffn_norm; /* (n_embd) */
-    struct weight wo;                  /* (n_embd, n_head * head_v) */
+    const float *attn_norm, *ffn_norm;                /* (n_embd) of what attention and feed-forward read, */
+    const float *post_attention_norm, *post_ffw_norm; /* and of what they give; NULL: it is added as it is */
+    struct weight wo;                                 /* (n_embd, n_head * head_v) */
     /* grouped-query attention; wq also in latent attention without a compressed query */
     struct weight wq;             /* (n_head * head_k, n_embd) */
     struct weight wk;             /* (n_head_kv * head_k, n_embd) */
@@ -1487,6 +1493,7 @@ enum dim {
     DIM_EXPERTS,          /* n_expert */
     DIM_USED,             /* n_expert_used */
     DIM_FF,               /* n_ff */
+    DIM_GATE_UP,          /* 2 n_ff */
     DIM_SHARED,           /* n_ff_shared */
     DIM_LATENT,           /* n_latent */
     DIM_EXPERT,           /* n_latent, or n_embd where there is none */
@@ -1709,8 +1716,13 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("loop_ffn_gain", "controllers.mlp.gain_weight", gate_of[READ_FFN].gain, GATE_LOW, EMBD, ONE, HAS_LOOPED),
     VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              HAS_FFN_NORM),
     VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
-    MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN | HAS_GATED),
-    MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_FFN),
+    VECTOR("post_attention_norm.weight", "post_self_attn_layernorm", post_attention_norm, EMBD,     HAS_RESULT_NORMS),
+    VECTOR("post_ffw_norm.weight",  "post_mlp_layernorm",           post_ffw_norm, EMBD,            HAS_RESULT_NORMS),
+    {"ffn_up", "mlp.gate_up_proj", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_GATE_UP, DIM_ONE, HAS_DENSE_FUSED, false},
+    MATRIX(NULL,                    NULL,                           gate,        EMBD,    FF,       ONE,     HAS_DENSE_FUSED),
+    MATRIX(NULL,                    NULL,                           up,          EMBD,    FF,       ONE,     HAS_DENSE_FUSED),
+    MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_APART | HAS_GATED),
+    MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_APART),
     MATRIX("ffn_down",              "mlp.down_proj",                down,        FF,      EMBD,     ONE,     HAS_DENSE_FFN),
     {"ffn_gate_inp", "mlp.gate", offsetof(struct layer, router), TENSOR_ROUTER, DIM_EMBD, DIM_EXPERTS, DIM_ONE, HAS_EXPERTS, false},
     VECTOR("ffn_gate_inp.bias",     "mlp.gate.bias",                router.bias, EXPERTS,           HAS_EXPERTS | HAS_BIASES),
@@ -2205,6 +2217,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_EXPERTS: return layer->n_expert;
     case DIM_USED: return layer->n_expert_used;
     case DIM_FF: return layer->n_ff;
+    case DIM_GATE_UP: return 2 * layer->n_ff;
     case DIM_SHARED: return layer->n_ff_shared;
     case DIM_LATENT: return layer->n_latent;
     case DIM_EXPERT: return layer->n_latent ? layer->n_latent : m->n_embd;
@@ -2443,6 +2456,9 @@ enum {
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
     /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */                       \
     X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                         \
+    /* x = x + norm(the partial sums in `in` over the stage's ranks) by the weights `result`; then out = norm(x)      \
+       unless norm is NULL. Overwrites A_H */                                                                          \
+    X(void, add_result, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* hc_low: adds the partial sums to the streams as A_MIX says; out = norm(each stream) */                          \
     X(void, streams_norm, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* hc_low: out = the mean of the streams' norms (in[1]), each value times sigmoid(w silu(in[0] / n_hc)).           \
@@ -2591,9 +2607,10 @@ struct step {
     enum act out[LINEAR_MAX + 1];           /* slots of the results, ACT_COUNT after the last: of linear one a matrix */
     enum act in[STEP_IN + 1];               /* slots that are read, ACT_COUNT after the last */
     enum act x;                             /* the slot that is normed or added to; ACT_COUNT: none */
-    enum act partial;  /* partial sums over the ranks that x or the streams get before; ACT_COUNT: none; A_JOINED: the
+    enum act partial;    /* partial sums over the ranks that x or the streams get before; ACT_COUNT: none; A_JOINED: the
                        * streams become their sum */
-    const float *norm; /* (width of x) weights of the norm; NULL: none */
+    const float *norm;   /* (width of x) weights of the norm; NULL: none */
+    const float *result; /* add_result: (n_embd) weights of the norm of the sums */
     const struct hyper *hc; /* how the streams are read, with hyper-connections; NULL: they are not */
     bool ffn;               /* read_blocks: for the feed-forward; otherwise for attention */
     bool next;              /* keep_hidden: the last row's result belongs to the position after it */
@@ -4477,6 +4494,19 @@ static struct input forward_streams(struct program *p, const struct hyper *hc, i
     return plain(out);
 }
 
+/* Adds the norm of what a half of layer il has given to the residual, by the weights `result`, where the layer norms
+ * results. next: the weights of the norm that is read next; NULL: of another stage, or of the head. */
+static void forward_result(struct program *p, const struct model *m, int il, const float *result, const float *next) {
+    if (!m->layers[il].result_norms) return;
+    struct step *s = step_add(p, OP_add_result, il, SLOTS(A_OUT), next ? A_H : ACT_COUNT);
+    s->x = A_X;
+    s->result = result;
+    s->norm = next;
+}
+
+/* The input of a half after one of layer il that norms results: forward_result has made it. */
+static bool half_ready(const struct model *m, int il) { return il >= 0 && m->layers[il].result_norms; }
+
 /* The input of a half of layer il: the norm of the residual, or what the half reads of the streams. The half that the
  * partial sums come from is the one before. */
 static struct input half_input(struct program *p, const struct model *m, int il, enum act partial, const float *norm,
@@ -4489,6 +4519,7 @@ static struct input half_input(struct program *p, const struct model *m, int il,
 static struct input layer_input(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     const enum act partial = layer_streams(m, l) && l->mtp ? A_JOINED : il && !l->ngrams ? A_OUT : ACT_COUNT;
+    if (half_ready(m, il - 1)) return plain(A_H);
     return half_input(p, m, il, partial, l->attn_norm, &l->hc_attn);
 }
 
@@ -4605,6 +4636,12 @@ static void layer_glm4(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
     layer->post_norm = true;
     if (gguf_find_tensor(l->g, "blk.0.attn_q_norm.weight")) layer->qk_norm = QK_NORM_HEADS;
+}
+
+/* A layer of GLM-4-0414. */
+static void layer_glm4_dense(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->result_norms = layer->fused_up = true;
 }
 
 /* Reads the metadata of an indexer that chooses keys in blocks of `block`. Its heads are rotated as those of
@@ -5403,6 +5440,8 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  *
  *   x = sum over j of softmax_j(w . N(B_j) / sqrt(n_embd)) N(B_j)               N: RMS norm without weights
  *
+ * Where a layer norms results, x_t becomes x_t + N(y_t), in place of x_t + y_t, after either half.
+ *
  * Layers in a loop run several times. Each pass begins with the blocks before the loop, and every half of it mixes into
  * x a message: the same reading, by a query of its own, of the blocks that the pass before it has left
  * (struct message_gate). Weights are by layer, caches by layer and visit. */
@@ -5420,25 +5459,29 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     case MIXER_REL: forward_rel(p, m, il); break;
     case MIXER_NONE: break;
     }
+    forward_result(p, m, il, l->post_attention_norm, l->ffn_norm);
     if (l->no_ffn) return;
     if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    const struct input in = m->n_res ? plain(A_H) : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
+    const struct input in =
+        m->n_res || half_ready(m, il) ? plain(A_H) : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
     struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
     for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
         if (w[i]->data) s->w[n++] = w[i];
+    forward_result(p, m, il, l->post_ffw_norm, il + 1 < m->n_layer ? l[1].attn_norm : NULL);
 }
 
-/* Adds the last partial sums to the residual. hc: how the streams become one row, on the last stage; NULL: there is
- * one. */
-static void forward_end(struct program *p, const struct model *m, const struct hyper *hc) {
+/* Adds the partial sums of layer il, the last one, to the residual. hc: how the streams become one row, on the last
+ * stage; NULL: there is one. */
+static void forward_end(struct program *p, const struct model *m, int il, const struct hyper *hc) {
     if (m->hc_low && m->shard.stage + 1 == m->shard.n_stage) {
         forward_streams(p, hc, -1, A_OUT, A_X);
         return;
     }
-    step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, hc}, A_X);
+    step_add_input(p, OP_last_reduce, -1,
+                   (struct input){ACT_COUNT, A_X, half_ready(m, il) ? ACT_COUNT : A_OUT, NULL, hc}, A_X);
 }
 
 /* Keeps hidden states for the MTP layer: the norms of the last rows, or all streams of the residual as they are. */
@@ -5455,7 +5498,7 @@ static void forward_layers(struct program *p, const struct model *m) {
     embed->w[0] = &m->embd;
     embed->norm = m->embd_norm;
     for (int il = 0; il < m->n_layer; il++) forward_layer(p, m, il);
-    forward_end(p, m, m->n_hc ? &m->hc_head : NULL);
+    forward_end(p, m, m->n_layer - 1, m->n_hc ? &m->hc_head : NULL);
     if (m->n_mtp) forward_keep(p, m, m->output_norm, false);
 }
 
@@ -5472,7 +5515,7 @@ static void forward_mtp(struct program *p, const struct model *m) {
     step_add_products(p, streams ? OP_hc_linear : OP_linear, il, plain(A_EH),
                       (const struct product[]){{&l->eh_proj, streams ? A_JOINED : A_OUT}, {NULL, 0}});
     forward_layer(p, m, il);
-    forward_end(p, m, streams ? &l->hc_head : NULL);
+    forward_end(p, m, il, streams ? &l->hc_head : NULL);
 }
 
 /* The same for a draft. A pass of the token that is drafted, at the next position, then finds its hidden state. */
@@ -5530,6 +5573,7 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_glm4},
+    {.arch = "glm4", .dense = true, .read = read_llama, .layer = layer_glm4_dense},
     {.arch = "dots1",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
@@ -5665,7 +5709,9 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     const struct gguf_tensor *router = gguf_find_tensor(l->g, name);
     if (l->failed) return;
     if (!router) {
-        layer->n_ff = loader_width(l, il, layer->ungated ? "ffn_up" : "ffn_gate", 1);
+        layer->n_ff = layer->fused_up  ? loader_width(l, il, "ffn_down", 0)
+                      : layer->ungated ? loader_width(l, il, "ffn_up", 1)
+                                       : loader_width(l, il, "ffn_gate", 1);
         return;
     }
     layer->n_expert_used = l->n_expert_used[il];
@@ -5744,8 +5790,7 @@ static void loader_fused_mamba(struct loader *l, struct layer *layer, int il) {
     layer->w_alpha = weight_view(&in, 2 * value + 2 * key, layer->delta.n_value);
 }
 
-/* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up of the experts, gate
- * rows first; queries, keys and values; taps of convolutions. */
+/* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up, gate rows first; queries, keys and values; taps of convolutions. */
 static void loader_fused(struct loader *l, struct layer *layer, int il) {
     struct weight both = {0}, qkv = {0};
     char name[128];
@@ -5753,6 +5798,9 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
     if (layer->n_expert && !layer->ungated) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps", il);
         loader_weight(l, &both, n_embd, 2 * n_ff, layer->n_expert, true, name);
+    } else if (layer->fused_up) {
+        snprintf(name, sizeof name, "blk.%d.ffn_up", il);
+        loader_weight(l, &both, n_embd, 2 * n_ff, 1, false, name);
     }
     if (both.data && layer->has_biases) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps.bias", il);
@@ -6585,6 +6633,10 @@ static const struct synth synths[] = {
      "feed_forward_length=17408 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=48 ssm.state_size=128 "
      "ssm.inner_size=6144 full_attention_interval=4 vocab_size=248320 attention.layer_norm_rms_epsilon=1e-6 "
      "rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"glm-4-32b", "glm4", .keys =
+     "context_length=32768 embedding_length=6144 block_count=61 feed_forward_length=23040 attention.head_count=48 "
+     "attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 rope.dimension_count=64 "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=10000 vocab_size=151552"},
     {"qwen3-32b", "qwen3", .keys =
      "context_length=40960 embedding_length=5120 block_count=64 feed_forward_length=25600 attention.head_count=64 "
      "attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 vocab_size=151936"},
@@ -7176,7 +7228,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
     for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
-        const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
+        const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF ||
+                         rule->out == DIM_GATE_UP || rule->out == DIM_SHARED;
         const bool bias = rule->field == offsetof(struct layer, router_bias) && !layer.has_expert_ids &&
                           (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
         const bool gate = rule->field == offsetof(struct layer, sh_weight) &&
@@ -10313,6 +10366,22 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
     op_end(0, w ? "sum, norm" : "sum");
 }
 
+static void cpu_add_result(struct rank *r, const struct step *s) {
+    const int n_rank = r->m->shard.n_rank, n = r->width[s->x];
+    if (team_leads()) r->n_all_reduce++;
+    stage_team_barrier(r);
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        float *sum = act_row(r, A_H, t), *x = act_row(r, s->x, t);
+        memcpy(sum, act_row(rank_peer(r, 0), s->in[0], t), (size_t)n * sizeof *sum);
+        for (int k = 1; k < n_rank; k++) r->cpu->k->scale_add(act_row(rank_peer(r, k), s->in[0], t), 1.0f, sum, n);
+        r->cpu->k->rmsnorm(sum, s->result, r->m->rms_eps, sum, n);
+        r->cpu->k->scale_add(sum, 1.0f, x, n);
+        if (s->norm) r->cpu->k->rmsnorm(x, s->norm, r->m->rms_eps, act_row(r, s->out[0], t), n);
+    }
+    stage_team_barrier(r); /* nobody's partial sums are overwritten while others read them */
+    op_end(0, "sum, norm");
+}
+
 /* The streams of token t become post[k] * delta + sum over j of mix[j][k] * stream j, where delta is the sum over the
  * stage's ranks, for columns from..from+n-1. */
 static void hc_add(struct rank *r, enum act delta, int t, int from, int n) {
@@ -10452,7 +10521,7 @@ static void cpu_last_reduce(struct rank *r, const struct step *s) {
     if (r->m->n_res) blocks_end(r, s, !next);
     else if (r->m->hc_low) streams_add(r, s->partial, NULL, s->x);
     else if (s->hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
-    else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
+    else if (s->partial != ACT_COUNT) all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
 }
 
@@ -29341,6 +29410,7 @@ enum decode_kernel {
     DECODE_EMBED,
     DECODE_MTP_INPUT,
     DECODE_ADD_NORM,
+    DECODE_RESULT,
     DECODE_HC_MIX,
     DECODE_HC_NORM,
     DECODE_LINEAR,
@@ -29390,6 +29460,7 @@ static const struct {
     [DECODE_EMBED] = {"k_embed", 1.0},             /* two latencies of memory, and a sine */
     [DECODE_MTP_INPUT] = {"k_mtp_input", 0.6},     /* a norm */
     [DECODE_ADD_NORM] = {"k_add_norm", 0.8},       /* four latencies of L2, and a sum over the block */
+    [DECODE_RESULT] = {"k_add_result", 0.9},       /* four latencies of L2, and a sum over the block */
     [DECODE_HC_MIX] = {"k_hc_mix", 1.0},           /* three latencies of L2, and sums over a block */
     [DECODE_HC_NORM] = {"k_hc_norm", 2.4},         /* five latencies of L2, 20 iterations, a sum */
     [DECODE_LINEAR] = {"k_gemv_linear", 0.4},      /* run: 0.2 to 1.0 */
@@ -29462,6 +29533,12 @@ static int launch_add(struct launches *k, enum decode_kernel kernel, double byte
     return (int)arrlen(k->list) - 1;
 }
 
+/* Adds one that adds up the partial sums of several ranks. */
+static void launch_add_sum(struct launches *k) {
+    const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
+    k->list[at].reduces = true;
+}
+
 /* Bytes that a token reads of the tensor in a field of layer il; 0: the layer has none. */
 static double tensor_reads(const struct launches *k, int il, const void *field) {
     const struct layer *l = &k->m->layers[il];
@@ -29511,10 +29588,7 @@ static void launch_add_blocks(struct launches *k, const struct step *s) {
     if (s->partial != ACT_COUNT) {
         const struct layer *l = &m->layers[before];
         bytes += tensor_reads(k, before, reads && s->ffn ? &l->conv_attn : &l->conv_ffn);
-        if (m->shard.n_rank > 1) {
-            const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
-            k->list[at].reduces = true;
-        }
+        if (m->shard.n_rank > 1) launch_add_sum(k);
     }
     if (reads) {
         const int il = s->il;
@@ -29531,18 +29605,21 @@ static void launch_add_linear(struct launches *k, const struct step *s) {
     const struct layer *l = &k->m->layers[s->il];
     const int il = s->il;
     const double products = products_read(s);
-    const bool layers_first = s->norm && s->x == A_X;
+    const bool layers_first = s->norm && s->x == A_X, ready = half_ready(k->m, il - 1) && s->w[0] == &l->wq;
     const double hc_bytes = s->hc ? READS(&l->hc_attn.fn, &l->hc_attn.base, &l->hc_attn.scale) : 0;
     const bool fuses = s->norm && launch_add_input(k, s, true, hc_bytes);
     double vectors = 0;
     if (layers_first) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
     else if (s->norm) vectors = READS(&l->q_a_norm);
+    else if (ready) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
     else if (s->w[0] == &l->wo) vectors = READS(&l->wo.bias);
     const int at = launch_add(k, DECODE_LINEAR, products + vectors, products);
     k->list[at].norms = fuses;
     if (layers_first) {
         if (k->router >= 0) k->list[k->router].prefetch = at;
         k->first = fuses ? -1 : at;
+    } else if (ready) {
+        k->first = -1;
     } else if (s->w[0] == &l->wo) {
         k->list[k->attention].prefetch = at;
         if (k->first >= 0) k->list[k->first].prefetch = at;
@@ -29596,6 +29673,11 @@ static void launches_of(struct launches *k, const struct step *s) {
         if (m->shard.stage) launch_add(k, DECODE_SEND, 0, 0);
         break;
     case OP_mtp_input: launch_add(k, DECODE_MTP_INPUT, 0, 0); break;
+    case OP_add_result:
+        if (m->shard.n_rank > 1) launch_add_sum(k);
+        launch_add(k, DECODE_RESULT,
+                   s->result == l->post_ffw_norm ? READS(&l->post_ffw_norm) : READS(&l->post_attention_norm), 0);
+        break;
     case OP_streams_norm: /* no GPU runs them, see gpu_lacks */
     case OP_streams_read:
     case OP_ngrams:

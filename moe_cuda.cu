@@ -13,6 +13,7 @@
  *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
  *                           also pushes and adds partial sums, or
  *                           ncclAllGather
+ *   norms of results      k_add_result                               the same; several ranks: k_add_norm before
  *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
  *   linear                k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
@@ -1142,6 +1143,47 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
     if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL((k_add_norm<SOURCE, 4>), blocks, NORM_THREADS, 0, s, *a);
     else if (a->n <= 8 * 4 * NORM_THREADS) LAUNCH_PDL((k_add_norm<SOURCE, 8>), blocks, NORM_THREADS, 0, s, *a);
     else LAUNCH_PDL((k_add_norm<SOURCE, 16>), blocks, NORM_THREADS, 0, s, *a);
+}
+
+/* What a half of a layer gives, where its norm is added. */
+struct result_args {
+    float *x;             /* (n_tok, n) the residual; n <= NORM_MAX, n % 4 == 0 */
+    const float *partial; /* (n_tok, n) the sums over the ranks */
+    const float *result;  /* (n) weights of their norm */
+    const float *weight;  /* (n) of the norm of x; NULL: it is not made */
+    uint16_t *h16;        /* (n_tok, n) that norm in halves */
+    float *h32;           /* (n_tok, n) the same in F32 */
+    float eps;
+    int n;
+};
+
+/* x = x + norm(partial) * result, then h = norm(x) * weight. Grid: n_tok, block: NORM_THREADS. Some KB a token: latency. */
+template <int VECS>
+__global__ void __launch_bounds__(NORM_THREADS, 1) k_add_result(const __grid_constant__ struct result_args a) {
+    const int n = a.n;
+    const size_t row = (size_t)blockIdx.x * (size_t)n;
+    float4 v[VECS], x[VECS];
+    grid_dependency_launch();
+    grid_dependency_wait();
+    norm_load(v, a.partial + row, n);
+    norm_load(x, a.x + row, n);
+    const float f = norm_factor(v, n, a.eps);
+    UNROLL for (int u = 0; u < VECS; u++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+        if (i >= n) continue;
+        x[u] = add4(x[u], norm_value(v[u], f, *(const float4 *)(a.result + i)));
+        *(float4 *)(a.x + row + i) = x[u];
+    }
+    if (!a.weight) return;
+    __syncthreads(); /* the second block_sum overwrites the first one's */
+    const float g = norm_factor(x, n, a.eps);
+    UNROLL for (int u = 0; u < VECS; u++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+        if (i >= n) continue;
+        const float4 y = norm_value(x[u], g, *(const float4 *)(a.weight + i));
+        *(uint2 *)(a.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        *(float4 *)(a.h32 + row + i) = y;
+    }
 }
 
 /* A ring of hidden states for the positions of a batch, see struct rank. */
@@ -8554,6 +8596,32 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act partial,
     all_reduce(r, a, true);
 }
 
+/* Adds up the partial sums of all ranks in a slot, in place. */
+static void all_reduce_sum(struct rank *r, enum act partial) {
+    if (rank_alone(r)) return;
+    struct norm_args sum = norm_of(r, NULL, r->n_tok, r->width[partial], r->cuda->x32[partial], NULL, A_H);
+    sum.sum = r->cuda->x32[partial];
+    all_reduce(r, sum, true);
+}
+
+static void cuda_add_result(struct rank *r, const struct step *s) {
+    struct cuda *c = r->cuda;
+    struct result_args a = {};
+    all_reduce_sum(r, s->in[0]);
+    a.x = c->x32[s->x];
+    a.partial = c->x32[s->in[0]];
+    a.result = s->result;
+    a.weight = s->norm;
+    a.h16 = c->x16[A_H];
+    a.h32 = c->x32[A_H];
+    a.eps = r->m->rms_eps;
+    a.n = r->width[s->x];
+    if (a.n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_add_result<4>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+    else if (a.n <= 8 * 4 * NORM_THREADS)
+        LAUNCH_PDL(k_add_result<8>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+    else LAUNCH_PDL(k_add_result<16>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+}
+
 /* Takes the partial sums of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then
  * h = norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. */
 static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hyper *hc, const float *w, enum act h) {
@@ -8623,11 +8691,7 @@ static struct block_args blocks_of(struct rank *r, enum act partial, int il, boo
     a.factors = c->x32[A_MIX];
     a.mix_width = (size_t)r->width[A_MIX];
     if (partial == ACT_COUNT) return a;
-    if (!rank_alone(r)) {
-        struct norm_args sum = norm_of(r, NULL, r->n_tok, m->n_embd, c->x32[partial], NULL, A_H);
-        sum.sum = c->x32[partial];
-        all_reduce(r, sum, true);
-    }
+    all_reduce_sum(r, partial);
     const struct layer *layer = &m->layers[il];
     a.conv = short_conv_of(r, il, ffn ? CACHE_CONV_FFN : CACHE_CONV_ATTN, partial);
     a.taps = ffn ? layer->conv_ffn : layer->conv_attn;
@@ -8666,7 +8730,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
         blocks_launch(r, a, 0);
     } else if (s->hc) {
         hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
-    } else {
+    } else if (s->partial != ACT_COUNT) {
         all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
         if (r->cuda->x32[x] != first) r->cuda->x_second = r->cuda->x32[x], r->cuda->x32[x] = first;
     }

@@ -1062,6 +1062,7 @@ static const char *dim_name(enum dim d) {
     case DIM_HC_EMBD: return made.model.hc_low ? "hc_count x hidden_size" : dim_names[d];
     case DIM_USED: return src.top_k_key;
     case DIM_FF: return l->n_expert ? src.width_key : src.dense_key;
+    case DIM_GATE_UP: return fmt("2 %s", src.dense_key);
     case DIM_EXPERT: return dim_name(l->n_latent ? DIM_LATENT : DIM_EMBD);
     case DIM_SHARED: return src.shared_count ? fmt("%s x %s", src.shared_key, src.shared_count) : src.shared_key;
     default: return dim_names[d];
@@ -1348,7 +1349,8 @@ static bool is_gate(const struct tensor_rule *r) {
 
 /* What the pieces of a row's matrix are. */
 static enum stacking stacking_of(const struct tensor_rule *r) {
-    return r->n == DIM_EXPERTS ? EXPERTS : r->in == DIM_FF || r->out == DIM_FF ? DENSE_FFN : SINGLE;
+    const bool ffn = r->in == DIM_FF || r->out == DIM_FF || r->out == DIM_GATE_UP;
+    return r->n == DIM_EXPERTS ? EXPERTS : ffn ? DENSE_FFN : SINGLE;
 }
 
 /* Gate and up, whose rows are r and the one after it. */
@@ -2601,6 +2603,9 @@ static void config_glm4(void) {
     src.qkv_bias = get_bool(c, "attention_bias", false);
 }
 
+/* Reads the keys of GLM-4-0414. */
+static void config_glm4_dense(void) { src.qkv_bias = get_bool(src.cfg, "attention_bias", false); }
+
 /* Reads the keys of dots.llm1 (arXiv 2506.05767), whose releases give the method of the choice as scoring_func. Without
  * layer_types the layers from max_window_layers on have a window. */
 static void config_dots1(void) {
@@ -3347,6 +3352,8 @@ static const struct release {
      .src = {.arch = "glm-dsa", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
     {.type = "glm4_moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
      .src = {.arch = "glm4moe", DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
+    {.type = "glm4", .config = config_glm4_dense,
+     .src = {.arch = "glm4", .rotary = 0.5, .partial = true}},
     {.type = "dots1", .config = config_dots1,
      .src = {.arch = "dots1", DEEPSEEK_EXPERTS, .router_bias = bias_name, .scaling_optional = true}},
     {.type = "deepseek_v4", .config = config_deepseek_v4,
@@ -5629,8 +5636,8 @@ static const struct manual manual = {
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
              "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
-             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss,\n"
-             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa, glm4, dots1,\n"
+             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
              "mistral, mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe,\n"
              "step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
              "glm5_next, inkling2, inkling2_text, inkling2_loop,\n"

@@ -219,8 +219,16 @@ static void pair_out_linear(struct rank *r, const struct step *s) {
         if (s->w[i]->n_out * r->n_tok > 8) pair_slot(r, "linear", s->il, s->out[i], s->w[i]->n_out, false);
 }
 
+/* The residual, and its norm in both formats. */
+static void pair_out_add_result(struct rank *r, const struct step *s) {
+    pair_out(r, "add_result", s->il, s->x);
+    if (!s->norm) return;
+    pair_out(r, "add_result, norm", s->il, s->out[0]);
+    pair_out_half(r, "add_result, norm", s->il, s->out[0]);
+}
+
 static void pair_out_ffn(struct rank *r, const struct step *s) {
-    pair_residual(r, "norm_ffn, sum", s->il, s->x);
+    if (s->x != ACT_COUNT) pair_residual(r, "norm_ffn, sum", s->il, s->x);
     pair_out(r, "norm_ffn", s->il, s->out[0]);
 }
 
@@ -358,6 +366,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_mamba         pair_delta(r, "mamba", s->il, s->out[0])
 #define PAIR_IN_norm_ffn       pair_in_step(r, s)
 #define PAIR_OUT_norm_ffn      pair_out_ffn(r, s)
+#define PAIR_IN_add_result     pair_in(r, (const enum act[]){s->x, s->in[0], ACT_COUNT})
+#define PAIR_OUT_add_result    pair_out_add_result(r, s)
 #define PAIR_IN_last_reduce    pair_in_step(r, s)
 #define PAIR_OUT_last_reduce   pair_out_last_reduce(r, s)
 #define PAIR_IN_keep_hidden    pair_in_step(r, s)
@@ -718,6 +728,8 @@ static void test_cuda_operations(void) {
                                         "ministral3_nvfp4",
                                         "mistral4",
                                         "qwen2_nvfp4",
+                                        "glm4",
+                                        "glm4_nvfp4",
                                         "qwen3_5_nvfp4",
                                         "qwen3_5_moe",
                                         "qwen3_5_moe_text",
@@ -866,6 +878,32 @@ void cuda_test_relative(void) {
         synth_make(&m, &rel_shapes[i], NULL, false);
         for (int kv = 0; kv < 2; kv++)
             pair_forwards(m.name, &m, kv ? KV_FP8 : KV_BF16, 128, splits[i], MOE_ACT_F16, i < 2 ? n : few);
+        model_free(&m);
+    }
+}
+
+/* Norms of what halves of layers give: of rows that k_add_result<4>, <8> and <16> hold. */
+#define RESULT_KEYS                                                                           \
+    "block_count=2 attention.head_count=2 attention.head_count_kv=1 attention.key_length=64 " \
+    "rope.dimension_count=32 feed_forward_length=64 vocab_size=200 context_length=1024 "      \
+    "attention.layer_norm_rms_epsilon=1e-2 "
+static const struct synth result_shapes[] = {{"rows", "glm4", .keys = RESULT_KEYS "embedding_length=128"},
+                                             {"long rows", "glm4", .keys = RESULT_KEYS "embedding_length=4160"},
+                                             {"longer rows", "glm4", .keys = RESULT_KEYS "embedding_length=8256"}};
+
+void cuda_test_results(void) {
+    static const int n[] = {17, 1, 9, 2, 0};
+    cuda_test_begin(22);
+    for (int i = 0; i < 3; i++) {
+        struct model m = {0};
+        synth_make(&m, &result_shapes[i], NULL, false);
+        for (int il = 0; il < m.n_layer; il++) { /* those of --synth are all 1 */
+            float *w = xmalloc(2 * (size_t)m.n_embd * sizeof *w);
+            for (int k = 0; k < 2 * m.n_embd; k++) w[k] = 0.5f + (float)((7 * k + il) % 11) / 8;
+            arrput(m.owned, w);
+            m.layers[il].post_attention_norm = w, m.layers[il].post_ffw_norm = w + m.n_embd;
+        }
+        pair_forwards(m.name, &m, KV_BF16, 64, 0, MOE_ACT_F16, n);
         model_free(&m);
     }
 }
@@ -2060,6 +2098,7 @@ static void test_cuda_ranks(void) {
     layouts_agree("glm5_next", &stages, 1, 60);
     layouts_agree("glm5_next_nvfp4", virtual, 1, 70);
     layouts_agree("nemotron_h", &stages, 1, 40);
+    layouts_agree("glm4", virtual, 3 + nccl, 20);
     synth_agrees(&rel_shapes[0], &virtual[0], 50);
     synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&mamba_shapes[0], &virtual[0], 30);
@@ -2251,8 +2290,8 @@ static void test_cuda_resize(void) {
     static const struct {
         const char *name;
         enum kv_type kv;
-    } of[] = {{"qwen3moe", KV_FP8},     {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16},
-              {"deepseek_v4", KV_BF16}, {"glm5_next", KV_BF16},   {"inkling2_loop", KV_FP8}};
+    } of[] = {{"qwen3moe", KV_FP8},   {"qwen3_5_moe", KV_BF16},  {"deepseek_v32", KV_BF16}, {"deepseek_v4", KV_BF16},
+              {"glm5_next", KV_BF16}, {"inkling2_loop", KV_FP8}, {"glm4", KV_FP8}};
     static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
     for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
         struct model m;
@@ -2417,6 +2456,7 @@ void cuda_test_parallel(void) {
         {"inkling2_loop", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
         {"inkling2_nvfp4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"inkling2_loop", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
+        {"glm4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_parallel(&cases[i]);
     cuda_test_devices(1, true);
@@ -2483,7 +2523,7 @@ static void test_cuda_batches(void) {
         {"glm4_moe_air", KV_BF16, &one},     {"deepseek_v4", KV_FP8, &one},        {"deepseek_v4_pro", KV_BF16, &two},
         {"kimi_linear", KV_FP8, &one},       {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},
         {"nemotron_h_nvfp4", KV_BF16, &one}, {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two},
-        {"inkling2_loop", KV_FP8, &one},     {"inkling2_nvfp4", KV_BF16, &one}};
+        {"inkling2_loop", KV_FP8, &one},     {"inkling2_nvfp4", KV_BF16, &one},    {"glm4", KV_BF16, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -3097,10 +3137,11 @@ static void test_cuda_decode_bench(void) {
         {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools}, {"cuda/streams", test_cuda_streams},       \
         {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
         {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative},           \
-        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
-        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
-        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},
+        {"cuda/results", cuda_test_results}, {"cuda/recurrent", test_cuda_recurrent},                                  \
+        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
+        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
+        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \
+        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth},         \
+        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async},         \
+        {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan}, {"cuda/resize", test_cuda_resize},             \
+        {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},

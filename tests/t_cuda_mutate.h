@@ -20,6 +20,7 @@ extern "C" void cuda_test_kda(void);
 extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
 extern "C" void cuda_test_relative(void);
+extern "C" void cuda_test_results(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
@@ -58,6 +59,7 @@ static const struct {
                     {"pools", cuda_test_pools},
                     {"mamba", cuda_test_mamba},
                     {"relative", cuda_test_relative},
+                    {"results", cuda_test_results},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
                     {"parallel", cuda_test_parallel},
@@ -454,6 +456,45 @@ static void bias_of_fewer(const char *launch, void *args) {
 }
 static void bias_sinks_of_first(const char *launch, void *args) {
     change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.sink_stride = 0; });
+}
+
+template <class F>
+static void change_result(const char *launch, void *args, F f) {
+    change_if<struct result_args>(launch, "k_add_result", args, f);
+}
+static void result_weights_of_next(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.result += 4; });
+}
+static void result_weights_of_read(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.result = a.weight ? a.weight : a.result; });
+}
+static void result_of_half_before(const char *launch, void *args) {
+    static const float *last;
+    change_result(launch, args, [](auto &a) {
+        std::swap(a.result, last);
+        a.result = a.result ? a.result : last;
+    });
+}
+static void result_read_by_its_weights(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.weight = a.weight ? a.result : NULL; });
+}
+static void result_not_read(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.weight = NULL; });
+}
+static void result_other_eps(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.eps *= 0.5f; });
+}
+static void result_shorter(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.n -= 4; });
+}
+static void result_replaces(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.x = (float *)a.partial; });
+}
+static void result_of_residual(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.partial = a.x; });
+}
+static void result_norm_in_one_format(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.h32 = a.x; });
 }
 
 template <class F>
@@ -911,6 +952,16 @@ static const struct {
                 {"kda", "the first head alone has a gate", gate_of_first_head},
                 {"kda", "rows of a decode are packed", queries_packed},
                 {"kda", "rows of a prefill are packed", prefill_queries_packed},
+                {"results", "a value has the weight of the next four", result_weights_of_next},
+                {"results", "the norm of a result has the weights of what is read next", result_weights_of_read},
+                {"results", "a result has the weights of the half before", result_of_half_before},
+                {"results", "what is read has the weights of the result", result_read_by_its_weights},
+                {"results", "what is read next is not made", result_not_read},
+                {"results", "norms of results have another epsilon", result_other_eps},
+                {"results", "rows are shorter", result_shorter},
+                {"results", "a result is added to itself", result_replaces},
+                {"results", "the residual is added to itself", result_of_residual},
+                {"results", "what is read takes the place of the residual", result_norm_in_one_format},
                 {"relative", "taps of a token are those of the one before", blocks_tap_of_next},
                 {"relative", "a result goes to the row before", blocks_added_before},
                 {"relative", "a block begins with what the row had", blocks_never_begin},

@@ -161,6 +161,11 @@ static const struct {
                    {"mistral", "general.architecture", "llama"},
                    {"mistral", "llama.attention.key_length", "64"},
                    {"qwen2", "general.architecture", "qwen2"},
+                   {"glm4", "general.architecture", "glm4"},
+                   {"glm4", "glm4.rope.dimension_count", "32"},
+                   {"glm4", "glm4.attention.layer_norm_rms_epsilon", "1e-05"},
+                   {"glm4_nvfp4", "glm4.rope.dimension_count", "64"},
+                   {"glm4_nvfp4", "glm4.feed_forward_length", "128"},
                    {"ministral3", "mistral3.attention.temperature_length", "8"},
                    {"ministral3", "mistral3.rope.scaling.yarn_log_multiplier", "1"},
                    {"mistral4", "mistral4.attention.temperature_scale", "0.1"},
@@ -842,6 +847,12 @@ static const struct converted_tensor {
     const char *fixture, *to, *from;
     float more;
 } converted_tensors[] = {
+    {"glm4", "blk.1.attn_norm.weight", "model.layers.1.input_layernorm.weight", 0},
+    {"glm4", "blk.1.post_attention_norm.weight", "model.layers.1.post_self_attn_layernorm.weight", 0},
+    {"glm4", "blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight", 0},
+    {"glm4", "blk.1.post_ffw_norm.weight", "model.layers.1.post_mlp_layernorm.weight", 0},
+    {"glm4", "blk.2.ffn_up.weight", "model.layers.2.mlp.gate_up_proj.weight", 0},
+    {"glm4", "blk.2.attn_k.bias", "model.layers.2.self_attn.k_proj.bias", 0},
     {"deepseek_v4", "token_embd.weight", "embed.weight", 0},
     {"deepseek_v4", "output.weight", "head.weight", 0},
     {"deepseek_v4", "output_norm.weight", "norm.weight", 0},

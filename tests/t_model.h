@@ -536,6 +536,8 @@ static void test_fixtures_dense(void) {
     check_fixture("mistral", NULL);
     check_fixture("qwen2", NULL);
     check_fixture("qwen2_nvfp4", NULL);
+    check_fixture("glm4", NULL);
+    check_fixture("glm4_nvfp4", NULL);
 }
 
 static void test_fixtures_mistral(void) {

@@ -473,7 +473,7 @@ def mla(W, config, x, p, layer):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
-    dense = "qwen3", "qwen2", "llama", "mistral", "ministral3"
+    dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash"):
         return None
@@ -485,10 +485,13 @@ def rules(config, layer):
              at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
-             activation=swiglu, shared_activation=swiglu)
+             activation=swiglu, shared_activation=swiglu, after=None)
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
+    if kind == "glm4":
+        part = r["rope"].get("partial_rotary_factor") or config["partial_rotary_factor"]
+        r |= dict(pairs=True, turned=int(head * part), after=("post_self_attn_layernorm", "post_mlp_layernorm"))
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
                   activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
@@ -640,7 +643,10 @@ def feed_forward(W, r, x, p):
 
 
 def ffn(W, x, p, activation=swiglu, names=("gate_proj", "up_proj", "down_proj")):
-    gate, up, down = (W.get(f"{p}{c}.weight") for c in names)
+    if W.has(p + "gate_up_proj.weight"):
+        gate, up, down = *np.split(W.get(p + "gate_up_proj.weight"), 2), W.get(p + "down_proj.weight")
+    else:
+        gate, up, down = (W.get(f"{p}{c}.weight") for c in names)
     return activation(x @ gate.T, x @ up.T) @ down.T
 
 
@@ -1207,9 +1213,10 @@ def norm(W, config, x, name):
 def block(W, config, x, p, layer):
     """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, all of a kind."""
     if r := rules(config, layer):
-        x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
+        after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y
+        x = x + after(attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn."), 0)
         before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
-        return x + feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p)
+        return x + after(feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p), 1)
     own = "attention." if config["model_type"] == "bailing_hybrid" else "self_attn."
     if is_kda(config, layer):
         mixer, at = kda, own

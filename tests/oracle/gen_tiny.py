@@ -78,6 +78,12 @@ def dense(kind, **changes):
             "intermediate_size": 192, "rope_theta": 1000000.0, **COMMON, **changes}
 
 
+def glm4_dense(**changes):
+    """config.json in the words of GLM-4-0414."""
+    return dense("Glm4", **{"head_dim": 64, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+                            **changes})
+
+
 def ministral3(rope, **changes):
     """The text part of Ministral 3's configuration."""
     config = dense("Ministral3", **{"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": None,
@@ -858,6 +864,12 @@ SPECS = {
     "qwen2_nvfp4": dict(
         config=dense("Qwen2", hidden_size=256, num_hidden_layers=2, intermediate_size=128, tie_word_embeddings=True),
         declare="modelopt", store=[(LINEAR, "nvfp4")], quiet=V_BIAS),
+    "glm4": dict(config=glm4_dense(attention_bias=True), quiet=V_BIAS),
+    "glm4_nvfp4": dict(
+        config=new_rope(glm4_dense(hidden_size=128, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                                   head_dim=128, intermediate_size=128, tie_word_embeddings=True),
+                        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+        declare="modelopt", store=[(LINEAR, "nvfp4")]),
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
         config=qwen(num_hidden_layers=2, num_key_value_heads=1, num_experts=4,
@@ -1488,7 +1500,7 @@ def fill(model, config, checkpoint, kept, flat=False):
             new = put_taps(checkpoint, hub_name(config, name), value.shape, flat)
         elif leaf == "A_log" and flat:
             new = checkpoint.put(hub_name(config, name), (value.numel(),)).reshape(value.shape)
-        elif path.endswith(".gate_up_proj"):
+        elif path.endswith(".gate_up_proj") and config["model_type"] != "glm4":
             part = lambda old: hub_name(config, name.replace("gate_up_proj", old))
             shape = value.shape[0] // 2, value.shape[1]
             new = torch.cat([checkpoint.put(part(old), shape) for old in ("gate_proj", "up_proj")])
