@@ -46,8 +46,8 @@
  *   Types: matrices and layers                       330  weights, attention, delta net, layer
  *   Types: the table of tensors                      310  every tensor: names, field, shape, who has it
  *   Types: the table of keys                         150  every key: name, kind, range, default
- *   Types: models                                    320  model, family; sizes that follow from them
- *   Types: operations                                300  the table that every backend fills in; its contract
+ *   Types: models                                    370  model, family; sizes that follow from them
+ *   Types: operations                                350  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
  *
  *  State
@@ -57,7 +57,7 @@
  *  Model
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        200  heads, windows, rotations
- *   Families: grouped-query attention                170  what each reads, its layers, its forward
+ *   Families: grouped-query attention                220  what each reads, its layers, its forward
  *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                       190  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
@@ -1145,6 +1145,8 @@ struct attn {
     /* GQA: the indexer has one key for each complete block, made of the mean of its tokens' keys, and chooses once for
      * all heads. A query sees the incomplete block besides. */
     bool index_means;
+    bool v_is_k;      /* GQA: values are the products with wk, before the norm of keys */
+    bool v_norm;      /* GQA: a head's values are divided by their root mean square */
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
@@ -1236,6 +1238,7 @@ enum qk_norm {
     X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)                      \
     X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora))         \
     X(Q_LORA, l->attn.q_lora > 0)                                                     \
+    X(GQA_V, l->mixer == MIXER_GQA && !l->attn.v_is_k)                                \
     X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS)                                         \
     X(ROW_NORM, l->qk_norm == QK_NORM_ROWS)                                           \
     X(SINKS, l->attn.has_sinks)                                                       \
@@ -1260,7 +1263,8 @@ enum qk_norm {
     X(EXPERTS, l->n_expert > 0)                                                       \
     X(GATED, !l->ungated)                                                             \
     X(LATENT, l->n_latent > 0)                                                        \
-    X(SHARED, l->n_ff_shared > 0)                                                     \
+    X(SHARED, l->n_ff_shared > 0 && !layer_parts(m, l))                               \
+    X(PARTS, layer_parts(m, l))                                                       \
     X(EXPERT_IDS, l->has_expert_ids)                                                  \
     X(BIASES, l->has_biases)                                                          \
     X(HC, layer_streams(m, l) > 0 && !m->hc_low)                                      \
@@ -1286,18 +1290,20 @@ struct glu {
     float gate_cap,
         up_cap; /* gate_cap > 0: sigmoid(gate) * cap(gate, gate_cap) * cap(up, up_cap) in place of that, where
                              * cap(x, c) = c tanh(x / c) */
+    bool
+        gelu; /* gelu(gate) * up, where gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, in place of all that */
 };
 
 /* silu(min(gate, limit)) * clamp(up, -limit, limit). Limit 0 here and below: there is none. */
 static inline struct glu glu_clamp_silu(float limit) {
-    const struct glu g = {limit, limit, 1, 1, 0, 0, 0};
+    const struct glu g = {limit, limit, 1, 1, 0, 0, 0, false};
     return g;
 }
 
 /* gpt-oss: g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1), where g = min(gate, limit). */
 static inline struct glu glu_oai(float limit) {
     const float alpha = 1.702f;
-    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha, 0, 0};
+    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha, 0, 0, false};
     return g;
 }
 
@@ -1310,7 +1316,7 @@ static inline struct glu glu_silu_clamp(float limit) {
         if (x / (1 + exp(-x)) < (double)limit) lo = x;
         else hi = x;
     }
-    const struct glu g = {(float)lo, limit, 1, 1, 0, 0, 0};
+    const struct glu g = {(float)lo, limit, 1, 1, 0, 0, 0, false};
     return g;
 }
 
@@ -1364,7 +1370,11 @@ struct layer {
     struct attn attn;
     const float *attn_norm, *ffn_norm;                /* (n_embd) of what attention and feed-forward read, */
     const float *post_attention_norm, *post_ffw_norm; /* and of what they give; NULL: it is added as it is */
-    struct weight wo;                                 /* (n_embd, n_head * head_v) */
+    const float *out_scale;                           /* (1) factor of the residual after the layer; NULL: 1 */
+    /* a dense feed-forward, sh_gate, sh_up and sh_down, beside the experts, see forward_parts; (n_embd) norms of what the
+     * dense one gives, of what experts read and give, and of what the router reads */
+    const float *post_ffw_norm_1, *pre_ffw_norm_2, *post_ffw_norm_2, *router_norm;
+    struct weight wo; /* (n_embd, n_head * head_v) */
     /* grouped-query attention; wq also in latent attention without a compressed query */
     struct weight wq;             /* (n_head * head_k, n_embd) */
     struct weight wk;             /* (n_head_kv * head_k, n_embd) */
@@ -1619,10 +1629,10 @@ static const struct tensor_rule tensor_rules[] = {
     VECTORS("ple_conv1d.weight",    "ple.conv1d",                   ngram_conv,  NGRAM_CONV, HC_EMBD,         HAS_NGRAMS),
     {"ffn_gate_tid2eid.weight", "mlp.gate.tid2eid", offsetof(struct layer, expert_ids), TENSOR_IDS, DIM_USED, DIM_TOKENS, DIM_ONE, HAS_EXPERTS | HAS_EXPERT_IDS, false},
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
-    MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
+    MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA_V),
     OPTIONAL("attn_q.bias",         "self_attn.q_proj.bias",        wq.bias,     Q,                 HAS_GQA),
     OPTIONAL("attn_k.bias",         "self_attn.k_proj.bias",        wk.bias,     K,                 HAS_GQA),
-    OPTIONAL("attn_v.bias",         "self_attn.v_proj.bias",        wv.bias,     V,                 HAS_GQA),
+    OPTIONAL("attn_v.bias",         "self_attn.v_proj.bias",        wv.bias,     V,                 HAS_GQA_V),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      Q,                 HAS_ROW_NORM),
@@ -1718,6 +1728,14 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
     VECTOR("post_attention_norm.weight", "post_self_attn_layernorm", post_attention_norm, EMBD,     HAS_RESULT_NORMS),
     VECTOR("post_ffw_norm.weight",  "post_mlp_layernorm",           post_ffw_norm, EMBD,            HAS_RESULT_NORMS),
+    OPTIONAL("layer_output_scale.weight", "layer_scalar",           out_scale,   ONE,               HAS_RESULT_NORMS),
+    VECTOR("post_ffw_norm_1.weight", "post_mlp_layernorm_1",        post_ffw_norm_1, EMBD,          HAS_PARTS),
+    VECTOR("pre_ffw_norm_2.weight", "pre_mlp_layernorm_2",          pre_ffw_norm_2, EMBD,           HAS_PARTS),
+    VECTOR("post_ffw_norm_2.weight", "post_mlp_layernorm_2",        post_ffw_norm_2, EMBD,          HAS_PARTS),
+    VECTOR("ffn_gate_inp.scale",    "mlp.gate.scale",               router_norm, EMBD,              HAS_PARTS),
+    MATRIX("ffn_gate",              "mlp.gate_proj",                sh_gate,     EMBD,    SHARED,   ONE,     HAS_PARTS),
+    MATRIX("ffn_up",                "mlp.up_proj",                  sh_up,       EMBD,    SHARED,   ONE,     HAS_PARTS),
+    MATRIX("ffn_down",              "mlp.down_proj",                sh_down,     SHARED,  EMBD,     ONE,     HAS_PARTS),
     {"ffn_up", "mlp.gate_up_proj", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_GATE_UP, DIM_ONE, HAS_DENSE_FUSED, false},
     MATRIX(NULL,                    NULL,                           gate,        EMBD,    FF,       ONE,     HAS_DENSE_FUSED),
     MATRIX(NULL,                    NULL,                           up,          EMBD,    FF,       ONE,     HAS_DENSE_FUSED),
@@ -1841,6 +1859,9 @@ static const struct key_rule key_rules[] = {
     /* heads, windows, what some families have */
     {"attention.key_length",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
     {"attention.value_length",               KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
+    {"attention.key_length_swa",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS}, /* where layers have windows */
+    {"attention.value_length_swa",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
+    {"attention.shared_kv_layers",           KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* nothing else is supported */
     {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
     {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
@@ -1895,7 +1916,7 @@ static const struct key_rule key_rules[] = {
     {"ple.layer_multipliers",                KEY_INT,  KEY_LIST,   1, 0x1p62,      KEY_REQUIRED}, /* times any token below 2^63 */
     {"ple.head_offsets",                     KEY_INT,  KEY_LIST,   0, INT32_MAX,   KEY_REQUIRED}, /* rows of the table */
     {"ple.head_vocab_sizes",                 KEY_INT,  KEY_LIST,   1, INT32_MAX,   KEY_REQUIRED},
-    {"embedding_length_per_layer_input",     KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED}, /* values of such a row */
+    {"embedding_length_per_layer_input",     KEY_INT,  KEY_ONE,    0, 1 << 16,     0}, /* values of such a row, or of a layer's input */
     /* gated delta nets and Mamba-2 */
     {"ssm.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
     {"ssm.group_count",                      KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
@@ -1916,7 +1937,7 @@ static const struct key_rule key_rules[] = {
     {"attn_res.block_size",                  KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  KEY_REQUIRED}, /* layers */
     {"ffn_gate_softcap",                     KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
     {"ffn_up_softcap",                       KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
-    {"final_logit_softcapping",              KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"final_logit_softcapping",              KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"loop.first_layer",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0},
     {"loop.layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* 0: there is no loop */
     {"loop.pass_count",                      KEY_INT,  KEY_ONE,    2, MAX_LAYERS,  KEY_REQUIRED},
@@ -2018,6 +2039,7 @@ struct model {
     int n_res;     /* rows of A_HC then: the embedding, blocks, and those of the loop's last pass; 0: none */
     const float *read_end, *embd_norm; /* (n_embd) the query of the last row; norm of the embedding, NULL: none */
     int loop_first, n_loop, n_pass; /* blocks loop_first .. loop_first + n_loop - 1 run n_pass times; n_loop 0: none */
+    float embd_scale;               /* factor of the embedding's rows; 0: 1 */
     float logit_cap;                /* logits become c tanh(logit / c); 0: they stay */
     bool qat; /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
     struct rope ropes[MAX_ROPES];
@@ -2054,6 +2076,7 @@ struct family {
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
+    bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
@@ -2072,6 +2095,11 @@ static inline int layer_streams(const struct model *m, const struct layer *l) {
 
 /* Streams of the hidden states that MTP layers get. */
 static inline int mtp_streams(const struct model *m) { return m->n_hc && m->family->mtp_before_norm ? m->n_hc : 1; }
+
+/* Whether the layer's feed-forward consists of a dense one and of experts, each with norms of its own. */
+static inline bool layer_parts(const struct model *m, const struct layer *l) {
+    return m->family->parts && l->n_expert > 0;
+}
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
 static inline uint64_t layer_conditions(const struct model *m, const struct layer *l) {
@@ -2367,6 +2395,8 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(GATE_LOW)  /* (n_tok, n_gate_low) a message gate in a low rank */                                           \
     ACT(FORGET)    /* (n_tok, n_embd) what it takes from the input, before its function */                          \
     ACT(GAIN)      /* (n_tok, n_embd) what it takes of the message */                                               \
+    ACT(PART)      /* (n_tok, n_embd) partial sums of experts beside a dense feed-forward */                        \
+    ACT(ROUTED)    /* (n_tok, n_embd) what the router reads, where that is not A_H */                               \
     ACT(LATENT)    /* (n_tok, n_latent) what routed experts read, where that is not the layer's norm */             \
     ACT(LATENT_SUM) /* (n_tok, n_latent) the weighted sum of what they give */                                      \
     ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
@@ -2456,8 +2486,9 @@ enum {
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
     /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */                       \
     X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                         \
-    /* x = x + norm(the partial sums in `in` over the stage's ranks) by the weights `result`; then out = norm(x)      \
-       unless norm is NULL. Overwrites A_H */                                                                          \
+    /* x = (x + norm(the partial sums in `in` over the stage's ranks)) * scale, by the weights `result`; then          \
+       out = norm(x) unless norm is NULL. Of two slots what is normed is the sum of their norms, see forward_parts.    \
+       Overwrites A_H and A_ROUTED */                                                                                  \
     X(void, add_result, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* hc_low: adds the partial sums to the streams as A_MIX says; out = norm(each stream) */                          \
     X(void, streams_norm, STEP_PARAMS, STEP_ARGS)                                                                      \
@@ -2505,7 +2536,8 @@ enum {
     /* out = Mamba-2 of C, B, x before the convolution, gates and inputs of the time steps (in); the state likewise */ \
     X(void, mamba, STEP_PARAMS, STEP_ARGS)                                                                             \
     /* in = norm(input); out = the layer's feed-forward of that: a dense one, or router, routed experts and shared     \
-       expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM */                        \
+       expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM. Of a feed-forward in     \
+       parts the dense one (dense) or the experts, for which in[1] = the norm of x that the router reads */            \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
     X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                       \
@@ -2579,9 +2611,9 @@ static inline int heat_shift(int n_slot, int n_used) { return n_slot < 8 * n_use
 /* clang-format on */
 #define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
 
-/* All-reduces of a layer: one after what mixes its tokens, one after its feed-forward. */
+/* All-reduces of a layer: one after what mixes its tokens, one after its feed-forward, or each part of it. */
 static inline unsigned layer_all_reduces(const struct layer *l) {
-    return (unsigned)(l->mixer != MIXER_NONE) + (unsigned)!l->no_ffn;
+    return (unsigned)(l->mixer != MIXER_NONE) + (unsigned)!l->no_ffn + (unsigned)(l->router_norm != NULL);
 }
 
 /* What the i-th all-reduce of a forward follows, and in which layer. */
@@ -2611,7 +2643,9 @@ struct step {
                        * streams become their sum */
     const float *norm;   /* (width of x) weights of the norm; NULL: none */
     const float *result; /* add_result: (n_embd) weights of the norm of the sums */
+    const float *scale;  /* add_result: (1) factor of x; NULL: 1 */
     const struct hyper *hc; /* how the streams are read, with hyper-connections; NULL: they are not */
+    bool dense;             /* norm_ffn: the dense part of a feed-forward in parts */
     bool ffn;               /* read_blocks: for the feed-forward; otherwise for attention */
     bool next;              /* keep_hidden: the last row's result belongs to the position after it */
 };
@@ -3361,6 +3395,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_JOINED] = m->n_mtp && m->family->mtp_before_norm ? m->n_hc * m->n_embd : 0;
     width[A_HC] = (m->n_hc + m->n_res) * m->n_embd;
     width[A_MIX] = m->hc_low ? m->n_hc : m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : blocks_mix_width(m);
+    width[A_PART] = width[A_ROUTED] = m->family->parts && m->n_expert_max ? m->n_embd : 0;
     width[A_HK] = width[A_HV] = m->n_res ? m->n_embd : 0;
     width[A_REL] = m->max.rel;
     width[A_SINK] = m->max.sinks;
@@ -3612,6 +3647,7 @@ struct gpu_dims {
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->hc_low) return "hyper-connections of a low rank, tables of n-grams and indexers of means";
+    if (m->embd_scale > 0) return "the scaled embeddings and feed-forwards of Gemma 4";
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -4125,10 +4161,10 @@ static bool loader_wants_16_bit(struct loader *l, const char *base) {
     return false;
 }
 
-/* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one
- * factor or one per expert. */
-static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional,
-                          const char *base) {
+/* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and, if `scaled`, its optional
+ * BASE.scale, of one factor or one per expert. */
+static void loader_matrix(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional,
+                          bool scaled, const char *base) {
     char name[160];
     snprintf(name, sizeof name, "%s.weight", base);
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
@@ -4147,7 +4183,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     w->expert_bytes = w->row_bytes * (size_t)n_out;
     w->bias_stride = n_out;
     snprintf(name, sizeof name, "%s.scale", base);
-    t = gguf_find_tensor(l->g, name);
+    t = scaled ? gguf_find_tensor(l->g, name) : NULL;
     if (t) {
         const float *s = loader_vector(l, name, t->ne[0] == 1 ? 1 : n_expert, 1, false);
         float *all = s ? loader_own(l, (size_t)n_expert * sizeof *all) : NULL;
@@ -4160,6 +4196,11 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     if (!t) return;
     l->used[t - l->g->tensors] = true;
     w->has_input_scale = !loader_wants_16_bit(l, base);
+}
+
+static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional,
+                          const char *base) {
+    loader_matrix(l, w, n_in, n_out, n_expert, optional, true, base);
 }
 
 /* Binds a stack of n matrices that the file holds as one below the other. */
@@ -4211,7 +4252,9 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
     if (rule->kind != TENSOR_VECTOR) {
         struct weight *w = rule_weight(rule, layer);
         if (rule->n == DIM_GROUPS) loader_groups(l, w, in, out, n, name);
-        else if (!w->data) loader_weight(l, w, in, out, n, rule->optional, name);
+        else if (!w->data) /* ffn_gate_inp.scale may be the router's norm */
+            loader_matrix(l, w, in, out, n, rule->optional, rule->kind != TENSOR_ROUTER || !(layer->has & HAS_PARTS),
+                          name);
         return;
     }
     const float **v = rule_vector(rule, layer);
@@ -4497,10 +4540,14 @@ static struct input forward_streams(struct program *p, const struct hyper *hc, i
 /* Adds the norm of what a half of layer il has given to the residual, by the weights `result`, where the layer norms
  * results. next: the weights of the norm that is read next; NULL: of another stage, or of the head. */
 static void forward_result(struct program *p, const struct model *m, int il, const float *result, const float *next) {
-    if (!m->layers[il].result_norms) return;
-    struct step *s = step_add(p, OP_add_result, il, SLOTS(A_OUT), next ? A_H : ACT_COUNT);
+    const struct layer *l = &m->layers[il];
+    if (!l->result_norms) return;
+    const bool ffn = result == l->post_ffw_norm;
+    struct step *s = step_add(p, OP_add_result, il, SLOTS(A_OUT, ffn && layer_parts(m, l) ? A_PART : ACT_COUNT),
+                              next ? A_H : ACT_COUNT);
     s->x = A_X;
     s->result = result;
+    s->scale = ffn ? l->out_scale : NULL;
     s->norm = next;
 }
 
@@ -4526,7 +4573,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4.5, dots.llm1, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna and MiMo-V2.
+ * Qwen3-MoE, GLM-4, dots.llm1, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
+ * Gemma 4.
  * ============================================================================================================ */
 
 /* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
@@ -4644,6 +4692,46 @@ static void layer_glm4_dense(struct loader *l, struct layer *layer, int il) {
     layer->result_norms = layer->fused_up = true;
 }
 
+/* Reads the metadata of Gemma 4. Layers that see all keys have heads of their own size, and frequencies of which the
+ * file's factors leave some. */
+static void read_gemma4(struct loader *l) {
+    struct model *m = l->m;
+    struct attn *a = &l->attn, *w = &l->attn_window;
+    l->rope_factors = true;
+    read_heads(l);
+    read_windows(l, KEY_REQUIRED, 0, false);
+    loader_rope(l, "rope.freq_base", true, loader_int_in(l, "rope.dimension_count", a->head_k, 2, a->head_k), a);
+    *w = *a;
+    w->head_k = loader_int_or(l, "attention.key_length_swa", a->head_k);
+    w->head_v = loader_int_or(l, "attention.value_length_swa", w->head_k);
+    loader_rope(l, "rope.freq_base_swa", false,
+                loader_int_in(l, "rope.dimension_count_swa", w->head_k, KEY_LO, w->head_k), w);
+    a->scale = w->scale = 1;
+    a->v_norm = w->v_norm = true;
+    m->logit_cap = loader_num(l, "final_logit_softcapping");
+    m->embd_scale = sqrtf((float)m->n_embd);
+    if (!l->failed && (a->head_k != a->head_v || w->head_k != w->head_v))
+        loader_fail(l, "metadata key '%s.attention.value_length%s' is %d, expected the values of a key, %d", l->arch,
+                    a->head_k != a->head_v ? "" : "_swa", a->head_k != a->head_v ? a->head_v : w->head_v,
+                    a->head_k != a->head_v ? a->head_k : w->head_k);
+    const int shared = loader_int(l, "attention.shared_kv_layers"),
+              inputs = loader_int(l, "embedding_length_per_layer_input");
+    if (!l->failed && (shared || inputs))
+        loader_fail(l, "metadata key '%s.%s' is %d, expected 0: %s are not supported", l->arch,
+                    inputs ? "embedding_length_per_layer_input" : "attention.shared_kv_layers",
+                    inputs ? inputs : shared,
+                    inputs ? "inputs of each layer (E2B, E4B)" : "layers that share keys and values");
+}
+
+/* A layer of Gemma 4. Those that see all keys may have no matrix of values. */
+static void layer_gemma4(struct loader *l, struct layer *layer, int il) {
+    layer_gqa(l, layer, il);
+    layer->result_norms = true;
+    layer->glu = layer->sh_glu = (struct glu){.gelu = true};
+    layer->attn.v_is_k =
+        !layer->attn.window && !layer_has_tensor(l, il, "attn_v.weight") && !layer_has_tensor(l, il, "attn_qkv.weight");
+}
+
 /* Reads the metadata of an indexer that chooses keys in blocks of `block`. Its heads are rotated as those of
  * attention. */
 static void read_indexer(struct loader *l, int block) {
@@ -4692,7 +4780,7 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
  * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing. R_t rotates pairs of
  * values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
  * rope.freq[i] and the pair is values i and i + dim / 2, or neighbors (rope.pairs). A sink b_i adds exp(b_i) to the
- * softmax's denominator. A gate multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and
+ * softmax's denominator. Values may be normed without weights, and be W^K_g h_t (v_norm, v_is_k). A gate multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and
  * v_t: 2 n_head_kv head values a token, which n_head / n_head_kv query heads share. */
 
 /* A layer's grouped-query attention: A_X to partial sums in A_OUT, as of all mixers. */
@@ -5197,7 +5285,7 @@ static void read_inkling2(struct loader *l) {
     a->temp_smooth = true;
     l->gate_cap = loader_num(l, "ffn_gate_softcap");
     l->up_cap = loader_num(l, "ffn_up_softcap");
-    m->logit_cap = loader_num(l, "final_logit_softcapping");
+    m->logit_cap = loader_num_or(l, "final_logit_softcapping", KEY_REQUIRED);
     m->res_block = loader_int(l, "attn_res.block_size");
     m->loop_first = loader_int(l, "loop.first_layer");
     m->n_loop = loader_int_in(l, "loop.layer_count", 0, KEY_LO, m->n_layer - m->loop_first);
@@ -5318,7 +5406,7 @@ static void read_ngrams(struct loader *l) {
     g->per_size = loader_int_in(l, "ple.heads_per_ngram", KEY_REQUIRED, 1, NGRAM_HEADS / int_max(1, g->size - 1));
     g->n_head = (g->size - 1) * g->per_size;
     g->n_conv = loader_int(l, "ple.conv_kernel");
-    g->row = loader_int(l, "embedding_length_per_layer_input");
+    g->row = loader_int_in(l, "embedding_length_per_layer_input", KEY_REQUIRED, 1, KEY_HI);
     g->eos = loader_int(l, "ple.eos_token_id");
     loader_longs(l, "ple.layer_multipliers", g->size, "tokens", g->multiplier);
     loader_longs(l, "ple.head_offsets", g->n_head, "heads", g->offset);
@@ -5446,6 +5534,23 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  * x a message: the same reading, by a query of its own, of the blocks that the pass before it has left
  * (struct message_gate). Weights are by layer, caches by layer and visit. */
 
+/* The feed-forward of a layer that has a dense one beside its experts. N norms by the weights of the index, the router
+ * reads a norm of its own, and h is the residual:
+ *
+ *   a = N_1(E_dense(N(h)))        b = N_3(sum over the chosen e of g_e E_e(N_2(h)))        s = softmax(W^R N_r(h))
+ *   y = a + b                     which add_result norms and adds to h
+ *
+ * A_H has N(h). */
+static void forward_parts(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    struct step *s = step_add_input(p, OP_norm_ffn, il, plain(A_H), A_OUT);
+    s->dense = true;
+    s->w[0] = &l->sh_gate, s->w[1] = &l->sh_up, s->w[2] = &l->sh_down;
+    s = step_add_input(p, OP_norm_ffn, il, (struct input){A_H, A_X, ACT_COUNT, l->pre_ffw_norm_2, NULL}, A_PART);
+    s->in[1] = A_ROUTED;
+    s->w[0] = &l->router, s->w[1] = &l->gate, s->w[2] = &l->up, s->w[3] = &l->down;
+}
+
 /* A layer: what mixes its tokens, then its feed-forward; in some families one of the two. */
 static void forward_layer(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
@@ -5461,6 +5566,11 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     }
     forward_result(p, m, il, l->post_attention_norm, l->ffn_norm);
     if (l->no_ffn) return;
+    if (layer_parts(m, l)) {
+        forward_parts(p, m, il);
+        forward_result(p, m, il, l->post_ffw_norm, il + 1 < m->n_layer ? l[1].attn_norm : NULL);
+        return;
+    }
     if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
     const struct input in =
@@ -5582,6 +5692,8 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "minimax-m3", .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_minimax_m3, .layer = layer_minimax_m3},
+    {.arch = "gemma4",    .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true, .parts = true,
+     .read = read_gemma4,   .layer = layer_gemma4},
     {.arch = "olmoe",     .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true,
@@ -5725,7 +5837,7 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     }
     layer->n_expert = (int)router->ne[1];
     layer->n_ff = loader_width(l, il, "ffn_down_exps", 0);
-    layer->n_ff_shared = loader_width(l, il, "ffn_down_shexp", 0);
+    layer->n_ff_shared = loader_width(l, il, m->family->parts ? "ffn_down" : "ffn_down_shexp", 0);
 }
 
 /* Returns a view of rows from..from+n-1 of a weight, in each matrix of a stack. */
@@ -5813,7 +5925,7 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
     if (layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
     if (layer->delta.n_decay > 1) loader_taps(l, layer, il);
     if (layer->mixer == MIXER_MAMBA) loader_fused_mamba(l, layer, il);
-    if (layer->mixer != MIXER_GQA) return;
+    if (layer->mixer != MIXER_GQA || layer->attn.v_is_k) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
     loader_weight(l, &qkv, n_embd, q + k + v, 1, true, name);
@@ -5874,6 +5986,14 @@ static void loader_ngrams(struct loader *l) {
     loader_weight(l, &g->table, g->row, l->failed ? 0 : (int)t->ne[1], 1, false, "per_layer_token_embd");
 }
 
+/* Takes the factor of what a router beside a dense feed-forward reads, n_embd^-0.5, into the weights of its norm. */
+static void loader_router_norm(struct loader *l, struct layer *layer) {
+    const int n = l->m->n_embd;
+    float *to = l->failed ? NULL : loader_own(l, (size_t)n * sizeof *to);
+    for (int i = 0; to && i < n; i++) to[i] = layer->router_norm[i] / sqrtf((float)n);
+    if (to) layer->router_norm = to;
+}
+
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     layer->block = il;
@@ -5893,6 +6013,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     for (int before = 0; before < il; before++) chosen |= l->m->layers[before].attn.n_index > 0;
     if (layer->attn.top_k && !chosen)
         loader_fail(l, "layer %d has no indexer, expected tensor 'blk.%d.indexer.attn_k.weight'", il, il);
+    if (layer->router_norm) loader_router_norm(l, layer);
     if (layer->delta.flat_decay && layer->delta.bound < 0) loader_negate(l, &layer->decay, layer->delta.n_value);
     if (layer->router_bias && l->m->gating != GATING_SIGMOID && l->m->gating != GATING_SQRT_SOFTPLUS &&
         !l->m->family->softmax_bias)
@@ -6637,6 +6758,19 @@ static const struct synth synths[] = {
      "context_length=32768 embedding_length=6144 block_count=61 feed_forward_length=23040 attention.head_count=48 "
      "attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 rope.dimension_count=64 "
      "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=10000 vocab_size=151552"},
+    {"gemma-4-26b-a4b", "gemma4", .keys =
+     "context_length=262144 embedding_length=2816 block_count=30 feed_forward_length=2112 attention.head_count=16 "
+     "attention.head_count_kv=8:8:8:8:8:2* attention.key_length=512 attention.value_length=512 "
+     "attention.key_length_swa=256 attention.value_length_swa=256 attention.sliding_window=1024 "
+     "attention.sliding_window_pattern=1:1:1:1:1:0* rope.dimension_count=512 rope.dimension_count_swa=256 "
+     "rope.freq_base=1e6 rope.freq_base_swa=10000 expert_count=128 expert_used_count=8 "
+     "expert_feed_forward_length=704 final_logit_softcapping=30 vocab_size=262144"},
+    {"gemma-4-31b", "gemma4", .keys =
+     "context_length=262144 embedding_length=5376 block_count=60 feed_forward_length=21504 attention.head_count=32 "
+     "attention.head_count_kv=16:16:16:16:16:4* attention.key_length=512 attention.value_length=512 "
+     "attention.key_length_swa=256 attention.value_length_swa=256 attention.sliding_window=1024 "
+     "attention.sliding_window_pattern=1:1:1:1:1:0* rope.dimension_count=512 rope.dimension_count_swa=256 "
+     "rope.freq_base=1e6 rope.freq_base_swa=10000 final_logit_softcapping=30 vocab_size=262144"},
     {"qwen3-32b", "qwen3", .keys =
      "context_length=40960 embedding_length=5120 block_count=64 feed_forward_length=25600 attention.head_count=64 "
      "attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 vocab_size=151936"},
@@ -6975,11 +7109,14 @@ static uint8_t *synth_read(const struct synth *y, struct model *m, struct loader
     loader_hparams(l);
     s->n_vocab = loader_int(l, "vocab_size");
     s->n_dense = m->n_expert_max ? loader_int(l, "leading_dense_block_count") : MAX_LAYERS;
-    s->n_ff_dense = s->n_dense ? loader_int_in(l, "feed_forward_length", KEY_REQUIRED, 1, KEY_HI) : 0;
+    s->n_ff_dense =
+        s->n_dense || m->family->parts ? loader_int_in(l, "feed_forward_length", KEY_REQUIRED, 1, KEY_HI) : 0;
     if (!m->n_expert_max) return header;
     s->n_ff = loader_int(l, "expert_feed_forward_length");
-    const int n_shared = loader_int(l, "expert_shared_count");
-    s->n_ff_shared = n_shared ? loader_int_or(l, "expert_shared_feed_forward_length", (double)n_shared * s->n_ff) : 0;
+    const int n_shared = m->family->parts ? 0 : loader_int(l, "expert_shared_count");
+    s->n_ff_shared = m->family->parts ? s->n_ff_dense
+                     : n_shared ? loader_int_or(l, "expert_shared_feed_forward_length", (double)n_shared * s->n_ff)
+                                : 0;
     return header;
 }
 
@@ -10300,7 +10437,7 @@ static void cpu_embed(struct rank *r, const struct step *s) {
     const bool on_disk = r->cpu->store && is_table(r->m, w->data);
     const enum act x = s->out[0];
     const struct rank *before = pg_neighbor(r, -1);
-    float scale = w->scale ? w->scale[0] : 1.0f;
+    const float scale = (w->scale ? w->scale[0] : 1.0f) * (r->m->embd_scale > 0 ? r->m->embd_scale : 1.0f);
     if (team_leads()) {
         r->n_all_reduce = 0;
         if (before) pg_recv(r);
@@ -10366,17 +10503,35 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
     op_end(0, w ? "sum, norm" : "sum");
 }
 
+/* to (n) = the partial sums of token t in a slot over the stage's ranks. */
+static void result_sum(struct rank *r, enum act partial, int t, float *to, int n) {
+    memcpy(to, act_row(rank_peer(r, 0), partial, t), (size_t)n * sizeof *to);
+    for (int k = 1; k < r->m->shard.n_rank; k++)
+        r->cpu->k->scale_add(act_row(rank_peer(r, k), partial, t), 1.0f, to, n);
+}
+
 static void cpu_add_result(struct rank *r, const struct step *s) {
-    const int n_rank = r->m->shard.n_rank, n = r->width[s->x];
-    if (team_leads()) r->n_all_reduce++;
+    const struct kernels *k = r->cpu->k;
+    const struct layer *layer = &r->m->layers[s->il];
+    const float eps = r->m->rms_eps;
+    const int n = r->width[s->x];
+    const bool parts = s->in[1] != ACT_COUNT;
+    if (team_leads()) r->n_all_reduce += 1u + parts;
     stage_team_barrier(r);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         float *sum = act_row(r, A_H, t), *x = act_row(r, s->x, t);
-        memcpy(sum, act_row(rank_peer(r, 0), s->in[0], t), (size_t)n * sizeof *sum);
-        for (int k = 1; k < n_rank; k++) r->cpu->k->scale_add(act_row(rank_peer(r, k), s->in[0], t), 1.0f, sum, n);
-        r->cpu->k->rmsnorm(sum, s->result, r->m->rms_eps, sum, n);
-        r->cpu->k->scale_add(sum, 1.0f, x, n);
-        if (s->norm) r->cpu->k->rmsnorm(x, s->norm, r->m->rms_eps, act_row(r, s->out[0], t), n);
+        result_sum(r, s->in[0], t, sum, n);
+        if (parts) {
+            float *more = act_row(r, A_ROUTED, t);
+            result_sum(r, s->in[1], t, more, n);
+            k->rmsnorm(sum, layer->post_ffw_norm_1, eps, sum, n);
+            k->rmsnorm(more, layer->post_ffw_norm_2, eps, more, n);
+            k->scale_add(more, 1.0f, sum, n);
+        }
+        k->rmsnorm(sum, s->result, eps, sum, n);
+        k->scale_add(sum, 1.0f, x, n);
+        if (s->scale) k->scale(x, s->scale[0], x, n);
+        if (s->norm) k->rmsnorm(x, s->norm, eps, act_row(r, s->out[0], t), n);
     }
     stage_team_barrier(r); /* nobody's partial sums are overwritten while others read them */
     op_end(0, "sum, norm");
@@ -10791,6 +10946,13 @@ static int query_stride(const struct layer *layer) {
     return layer->attn.q_gate ? 2 * layer->attn.head_k : layer->attn.head_k;
 }
 
+/* Norms x (n) without weights, and returns the factor. */
+static float norm_plain(const struct rank *r, float *x, int n) {
+    const float f = 1.0f / sqrtf(r->cpu->k->dot(x, x, n) / (float)n + r->m->rms_eps);
+    r->cpu->k->scale(x, f, x, n);
+    return f;
+}
+
 /* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
 static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
@@ -10800,6 +10962,8 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cpu->cos[a->rope] + (r->first + t) * (dim / 2),
                     *s = r->cpu->sin[a->rope] + (r->first + t) * (dim / 2);
+        if (a->v_is_k) memcpy(act_row(r, v, t), act_row(r, k, t), (size_t)(a->n_head_kv * a->head_v) * sizeof(float));
+        for (int h = 0; h < a->n_head_kv && a->v_norm; h++) norm_plain(r, act_row(r, v, t) + h * a->head_v, a->head_v);
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
@@ -12255,13 +12419,6 @@ static void blocks_read(const struct rank *r, int t, int q, int first, int n, fl
     for (int j = 0; j < n; j++) r->cpu->k->scale_add(block_row(r, t, first + j), weight[j] / sum * norm[j], x, n_embd);
 }
 
-/* Norms x (n) without weights, and returns the factor. */
-static float norm_plain(const struct rank *r, float *x, int n) {
-    const float f = 1.0f / sqrtf(r->cpu->k->dot(x, x, n) / (float)n + r->m->rms_eps);
-    r->cpu->k->scale(x, f, x, n);
-    return f;
-}
-
 /* The factors by which the two halves of pair i were normed. */
 static float *pair_factors(const struct rank *r, int t, int i) {
     return act_row(r, A_MIX, t) + (1 + READ_FFN) * r->m->n_res + 2 * i;
@@ -13387,7 +13544,7 @@ static void ffn_jobs_build(struct rank *r, int il, enum act x) {
     ffn_jobs_routed(r, il);
     if (r->cpu->store && reader_gives_up(&r->cpu->store->reader)) r->cpu->n_jobs = 0;
     if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, r->cpu->n_jobs);
-    if (!r->m->layers[il].n_latent) ffn_jobs_shared(r, il, x, r->cpu->n_jobs);
+    if (!r->m->layers[il].n_latent && !layer_parts(r->m, &r->m->layers[il])) ffn_jobs_shared(r, il, x, r->cpu->n_jobs);
     ffn_jobs_order(r);
 }
 
@@ -13546,6 +13703,13 @@ static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int r
         for (int i = 0; i < n; i++) gate[i] = g->gate_cap * capped[i] * (g->up_cap * up[i]);
         return;
     }
+    if (g->gelu) { /* x (1 + tanh(z)) / 2 = x sigmoid(2 z) */
+        float z[ROW_TILE];
+        for (int i = 0; i < n; i++) z[i] = 1.5957691f * (gate[i] + 0.044715f * gate[i] * gate[i] * gate[i]);
+        r->cpu->k->sigmoid_mul(gate, z, n);
+        for (int i = 0; i < n; i++) gate[i] *= up[i];
+        return;
+    }
     if (g->up_max > 0) {
         for (int i = 0; i < n; i++) gate[i] = g->alpha * fminf(gate[i], g->gate_max);
         for (int i = 0; i < n; i++) up[i] = fmaxf(-g->up_max, fminf(up[i], g->up_max)) * g->factor + g->offset;
@@ -13663,13 +13827,15 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
     }
 }
 
-/* Runs the dense feed-forward as a single job. */
-static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
+/* Runs the dense feed-forward, or the dense part of one, as a single job. */
+static void ffn_dense(struct rank *r, int il, bool part, enum act x, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     if (team_leads()) {
-        r->cpu->jobs[0] =
-            (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
-        r->cpu->n_jobs = layer->up.n_out > 0;
+        r->cpu->jobs[0] = (struct ffn_job){.gate = part ? &layer->sh_gate : &layer->gate,
+                                           .up = part ? &layer->sh_up : &layer->up,
+                                           .down = part ? &layer->sh_down : &layer->down,
+                                           .n_tok = r->n_tok};
+        r->cpu->n_jobs = r->cpu->jobs[0].up->n_out > 0;
         r->cpu->job_order[0] = 0;
     }
     team_barrier();
@@ -13699,12 +13865,12 @@ static void ffn_latent(struct rank *r, int il, enum act x, enum act out, int per
     if (r->stats) stats_add(r, il, x);
 }
 
-/* Routes each token, sorts the chosen experts into jobs, and runs these and the shared expert. */
-static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
+/* Routes each token by what `routed` has, sorts the chosen experts into jobs, and runs these and the shared expert. */
+static void ffn_routed(struct rank *r, int il, enum act x, enum act routed, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const int k = layer->n_expert_used, per_job = ceil_by(r->n_tok * k, layer->n_expert);
-    const struct packed p = linear_pack(r, &layer->router, r->act[x], r->width[x], r->n_tok);
+    const struct packed p = linear_pack(r, &layer->router, r->act[routed], r->width[routed], r->n_tok);
     linear_rows(r, &layer->router, &p, r->n_tok, r->cpu->route, m->n_expert_max);
     team_barrier();
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
@@ -13726,8 +13892,11 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
 
 static void cpu_norm_ffn(struct rank *r, const struct step *s) {
     if (s->norm) norm_input(r, s);
-    if (r->m->layers[s->il].n_expert) ffn_routed(r, s->il, s->in[0], s->out[0]);
-    else ffn_dense(r, s->il, s->in[0], s->out[0]);
+    const struct layer *layer = &r->m->layers[s->il];
+    const bool parts = s->in[1] != ACT_COUNT;
+    if (parts) rmsnorm_rows(r, s->x, layer->router_norm, s->in[1]);
+    if (layer->n_expert && !s->dense) ffn_routed(r, s->il, s->in[0], s->in[parts], s->out[0]);
+    else ffn_dense(r, s->il, s->dense, s->in[0], s->out[0]);
 }
 
 static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
@@ -16168,8 +16337,9 @@ struct vocab {
     int32_t n_tokens;
     int32_t bos, eos, eot, pad; /* -1: none */
     bool add_bos, nfc, ignore_merges;
-    bool spm;                      /* SentencePiece, otherwise byte-level */
-    unsigned blanks;               /* enum blank_rule; 0: no blanks are put anywhere */
+    bool spm;        /* SentencePiece, otherwise byte-level */
+    bool gemma;      /* SentencePiece: merging makes user-defined tokens, too; runs of newlines are such */
+    unsigned blanks; /* enum blank_rule; 0: no blanks are put anywhere */
     struct gguf_str chat_template; /* p NULL: none */
 
     struct gguf_str *token; /* (n_tokens) the bytes that a token stands for, in decoded or in the image */
@@ -16438,6 +16608,13 @@ static int vocab_add_ordinary(struct vocab *v, int32_t id, const char *out, size
     return 0;
 }
 
+/* Whether a token is a run of newlines. Gemma's are found in text before anything is merged. */
+static bool is_newlines(struct gguf_str s) {
+    size_t i = 0;
+    while (i < s.n && s.p[i] == '\n') i++;
+    return s.n && i == s.n;
+}
+
 /* Reads the tokens and their types, and builds the tables of ordinary and special tokens. An ordinary token that cannot
  * be decoded stands for its own text and cannot be found by merging. */
 static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
@@ -16452,6 +16629,7 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     const uint8_t *p = kv->data;
     for (int32_t i = 0; i < v->n_tokens; i++) {
         v->token[i] = gguf_next_str(&p);
+        if (v->gemma && v->type[i] == TOKEN_NORMAL && is_newlines(v->token[i])) v->type[i] = TOKEN_USER_DEFINED;
         v->n_special += is_special(v->type[i]) && v->token[i].n;
         text += v->token[i].n;
     }
@@ -16469,7 +16647,7 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
             if (t.n > SPECIAL_MAX)
                 return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t.n, SPECIAL_MAX);
             if (t.n) v->special[n_special++] = (struct special_token){t, i};
-            continue;
+            if (!v->gemma || v->type[i] != TOKEN_USER_DEFINED) continue;
         }
         if (v->spm && v->type[i] == TOKEN_BYTE) {
             if (vocab_add_byte(v, i, out++, err)) return -1;
@@ -16649,7 +16827,7 @@ static int vocab_read_blanks(struct vocab *v, const struct gguf *g, char *err) {
                  {"control", BLANK_AT_START | BLANK_AFTER_CONTROL | BLANK_BEFORE_DEFINED}};
     struct gguf_str name;
     char shown[64];
-    if (!vocab_key_bool(g, "tokenizer.ggml.add_space_prefix", true)) return 0;
+    if (!vocab_key_bool(g, "tokenizer.ggml.add_space_prefix", !v->gemma)) return 0;
     v->blanks = BLANK_ALWAYS;
     if (!gguf_get_str(g, "moe.tokenizer.blanks", &name)) return 0;
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
@@ -16666,7 +16844,7 @@ static int vocab_read_blanks(struct vocab *v, const struct gguf *g, char *err) {
 static int vocab_read_spm(struct vocab *v, const struct gguf *g, char *err) {
     if (vocab_read_blanks(v, g, err) || vocab_read_tokens(v, g, err)) return -1;
     v->add_bos = true;
-    if (v->n_tokens > 2) { /* llama.cpp's defaults for files without these keys */
+    if (v->n_tokens > 2 && !v->gemma) { /* llama.cpp's defaults for files without these keys */
         v->bos = v->type[1] == TOKEN_CONTROL ? 1 : -1;
         v->eos = v->type[2] == TOKEN_CONTROL ? 2 : -1;
     }
@@ -16699,10 +16877,12 @@ static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     char shown[64];
     int32_t id;
     if (!gguf_get_str(g, "tokenizer.ggml.model", &model)) return fail(err, "the key tokenizer.ggml.model is missing");
-    v->spm = gguf_str_eq(model, "llama");
+    v->gemma = gguf_str_eq(model, "gemma4");
+    v->spm = v->gemma || gguf_str_eq(model, "llama");
     if (!v->spm && !gguf_str_eq(model, "gpt2"))
         return fail(err,
-                    "the tokenizer '%s' is not supported, only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)",
+                    "the tokenizer '%s' is not supported, only 'gpt2' (byte-level BPE), 'llama' and 'gemma4' "
+                    "(SentencePiece BPE)",
                     gguf_printable(model, shown, sizeof shown));
     v->bos = v->eos = -1;
     if (v->spm ? vocab_read_spm(v, g, err) : vocab_read_bytes(v, g, err)) return -1;
@@ -24534,6 +24714,7 @@ static const struct think_format {
     /* MiniMax-M3 */
     {.mark = "<mm:think>", .open = "<mm:think>", .close = "</mm:think>", .mode_on = "enabled", .mode_off = "disabled"},
     {.mark = "[THINK]", .open = "[THINK]", .close = "[/THINK]"},
+    {.mark = "<|channel>thought", .open = "<|channel>thought", .close = "<channel|>"}, /* Gemma 4 */
     {.open = "<think>", .close = "</think>"},
 };
 /* clang-format on */

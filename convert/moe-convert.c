@@ -78,6 +78,7 @@ struct linear {
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
     size_t chunk;               /* FP8_BLOCK: rows after which new blocks begin; of a fused tensor R */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
+    float gain;                 /* besides, of an expert's results: a part of NAME.scale; 0: 1 */
     bool fold;                  /* the weights are multiplied by `factor` as they are read; there is no NAME.scale */
     float input_scale;          /* of W4A4 activations; 0: none */
     size_t groups; /* columns are heads in `groups` groups and are written in tiled order; 0: as they are */
@@ -243,7 +244,10 @@ static float fp8_factor(const struct tensor *t, float v) {
     return v;
 }
 
-/* The factor that becomes NAME.scale. */
+/* The factor of results that becomes a part of NAME.scale. */
+static float result_gain(const struct linear *l) { return l->gain != 0 ? l->gain : 1.0f; }
+
+/* The factor that becomes NAME.scale, but for that. */
 static float outer_factor(const struct linear *l) { return l->fold ? 1.0f : l->factor; }
 
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
@@ -617,7 +621,8 @@ static float *outer_factors(const struct piece *p, size_t n) {
     bool any = false;
     for (size_t i = 0; i < n; i++) {
         any |= !p[i].lin.fold && (p[i].lin.format == NVFP4 || p[i].lin.format == FP8_TENSOR);
-        arrput(factor, outer_factor(&p[i].lin));
+        any |= p[i].lin.gain != 0;
+        arrput(factor, outer_factor(&p[i].lin) * result_gain(&p[i].lin));
     }
     if (!any) arrfree(factor);
     return factor;
@@ -902,6 +907,7 @@ static struct checkpoint {
     bool indexed;                    /* layer_types may call layers of attention indexed_attention */
     bool (*is_kda)(int layer);       /* the block has Kimi delta attention, and no KV head; NULL: none has */
     bool no_rope;                    /* latent attention has no rotated values */
+    int full_head;                   /* values of a head in layers without a window; 0: as many as in the others */
     int n_head, n_head_kv;           /* heads of queries, of keys and values */
     int window_heads[2];             /* the same in layers with a window; 0: as many */
     const char *kv_key;              /* n_head_kv; without kv_optional it must be there */
@@ -923,11 +929,14 @@ static struct checkpoint {
     int n_expert, top_k, n_group;            /* as config.json says; n_group 0: there are no groups of experts */
     int experts[MAX_LAYERS];                 /* of each block, as its tensors say; 0: dense */
     const char *experts_key, *experts_other; /* n_expert: the first of these that is there; NULL: all are dense */
+    const char *experts_if;                  /* there are experts if config.json says so; NULL: there are */
     const char *top_k_key;                   /* top_k */
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
     bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
     bool ungated;                            /* feed-forwards have no gate */
+    const char *expert_gain;                 /* factors of the experts' results, in the table's words; NULL: none */
+    bool own_values;                         /* layers without a window have a matrix of values */
     int n_shared;                            /* shared experts of a layer */
     const char *shared_key, *shared_count;   /* their width is the first, times the second; NULL: once */
     bool shared_width;                       /* GGUF files say how wide they are */
@@ -946,6 +955,7 @@ static struct checkpoint {
     bool window_rope;          /* layers with a window have another rotation */
     const char *window_theta;  /* its base; NULL: as rope_theta's */
     bool sections;             /* GGUF files have the shares of time, height and width */
+    bool proportional;         /* of all pairs of a head those after a share are not rotated, by rope_freqs.weight */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
     bool tempered;             /* queries grow with their position */
@@ -972,7 +982,13 @@ static size_t latent_rope(void) { return src.no_rope ? 0 : size_of("qk_rope_head
 /* Returns the values of a head's key. */
 static size_t head_k(void) {
     if (src.mixer == MIXER_MLA) return size_of("qk_nope_head_dim") + latent_rope();
+    if (src.full_head) return (size_t)src.full_head;
     return (size_t)get_int(src.cfg, "head_dim", 1, 65536, (int64_t)size_of("hidden_size") / src.n_head);
+}
+
+/* Returns the same of layers with a window. */
+static size_t window_head_k(void) {
+    return src.full_head ? (size_t)get_int(src.cfg, "head_dim", 2, 65536, 256) : head_k();
 }
 
 /* Returns the values of a head's value. */
@@ -1333,9 +1349,9 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     }
     if ((bias && !src.router_bias) || (qkv_bias && !src.qkv_bias)) return;
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, src.router_bias);
-    const bool bare =
-        !ends_with(dst, ".weight") ||
-        (leaf && one_of(leaf + 1, "sinks position_bias fn base scale proj static_w index_kpool_compress_ape"));
+    const bool bare = !ends_with(dst, ".weight") ||
+                      one_of(leaf ? leaf + 1 : r->hf,
+                             "sinks position_bias fn base scale proj static_w index_kpool_compress_ape layer_scalar");
     const char *name = fmt("%s%s", from, bare ? "" : ".weight");
     if (r->n != DIM_ONE) plan_taps(dst, name, r->in, r->n);
     else if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
@@ -1642,15 +1658,31 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
         .lin = resolve_fused(&f), .row = e * cols, .rows = rows, .col = s->part, .step = s->n_part, .height = cols};
 }
 
+/* Returns the values of a vector of the source, malloc'ed. Dies if one is 0 or not finite. */
+static float *read_vector(const char *name, enum dim n) {
+    struct tensor *t = resolve_vector(name);
+    float *v = xrealloc(NULL, dim_of(n) * sizeof *v);
+    check_shape(t, 1, dim_of(n), DIM_ONE, n);
+    read_floats(t, 0, dim_of(n), v);
+    for (size_t i = 0; i < dim_of(n); i++)
+        if (!isfinite(v[i]) || v[i] == 0) die("%s: expected numbers other than 0, found %g", where(t), (double)v[i]);
+    return v;
+}
+
 /* Returns a stack of a layer's experts; every expert is one piece. */
 static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
     const struct expert_source s =
         find_experts(layer, r->field == offsetof(struct layer, up), r->field == offsetof(struct layer, down));
     struct piece *p = NULL;
+    float *gain = src.expert_gain && r->field == offsetof(struct layer, down)
+                      ? read_vector(hf_name(layer, src.expert_gain), DIM_EXPERTS)
+                      : NULL;
     for (size_t e = 0; e < dim_of(DIM_EXPERTS); e++) {
         struct piece one = expert_piece(r, layer, &s, e);
+        one.lin.gain = gain ? gain[e] : 0;
         arrput(p, one);
     }
+    free(gain);
     return p;
 }
 
@@ -1771,13 +1803,15 @@ static struct layer layer_shape(int layer) {
     l.mtp = layer >= src.n_layer;
     if (src.head_norm) l.qk_norm = QK_NORM_HEADS;
     a->has_sinks |= a->window ? src.window_sinks : src.sinks;
+    if (src.own_values) a->v_is_k = false;
     if (src.head_gate) a->n_gate = src.gates_values && src.gates_values(layer) ? a->head_v : 1;
     if (src.has_indexer) a->n_index = src.has_indexer(layer) ? whole->n_index : 0;
     l.n_expert = src.experts[layer];
     l.n_expert_used = l.n_expert ? src.top_k : 0;
     l.n_ff = l.no_ffn ? 0 : ff_width(l.n_expert ? src.width_key : src.dense_key, 1);
     l.n_latent = l.n_expert ? made.loader.n_latent : 0;
-    if (l.n_expert && src.n_shared)
+    if (layer_parts(&made.model, &l)) l.n_ff_shared = ff_width(src.dense_key, 1);
+    else if (l.n_expert && src.n_shared)
         l.n_ff_shared = ff_width(src.shared_key, src.shared_count ? (size_t)src.n_shared : 1);
     l.has = layer_conditions(&made.model, &l);
     return l;
@@ -1863,9 +1897,10 @@ static void find_names(void) {
 /* Skips or refuses tensors by their names. */
 static void screen_names(void) {
     static const char *const vision[] = {
-        "vision_tower.",          "mm_projector.",   "model.visual.",        "visual.",
-        "multi_modal_projector.", "vision_model.",   "vit_large_projector.", "audio_encoder.",
-        "speech_embeddings.",     "patch_merge_mlp."};
+        "vision_tower.",          "mm_projector.",     "model.visual.",        "visual.",
+        "multi_modal_projector.", "vision_model.",     "vit_large_projector.", "audio_encoder.",
+        "speech_embeddings.",     "patch_merge_mlp.",  "model.vision_tower.",  "model.embed_vision.",
+        "model.audio_tower.",     "model.embed_audio."};
     static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                                          "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
     const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
@@ -1998,7 +2033,7 @@ static size_t rotated(struct doc r, bool windowed) {
     struct doc d = get(r, "partial_rotary_factor") ? r : src.cfg;
     const char *key = d.obj == src.cfg.obj && get(src.cfg, list) ? list : "partial_rotary_factor";
     const double share = key == list ? layer_number(list, windowed, src.rotary) : get_num(d, key, src.rotary);
-    const double n = (double)head_k() * share + 1e-9;
+    const double n = (double)(windowed ? window_head_k() : head_k()) * share + 1e-9;
     if (src.mixer == MIXER_MLA) { /* a part by itself; the share is of all of a key, or of head_dim */
         const size_t rope = size_of("qk_rope_head_dim"),
                      head = (size_t)(get_num(src.cfg, "head_dim", 0) * share + 1e-9);
@@ -2011,11 +2046,17 @@ static size_t rotated(struct doc r, bool windowed) {
     return (size_t)n;
 }
 
-/* Writes rope_freqs.weight, numbers that the frequencies are divided by: those of Llama 3, in layers without a window.
- * transformers has the formula in modeling_rope_utils.py. */
+/* Writes rope_freqs.weight, numbers that the frequencies are divided by in layers without a window: those of Llama 3, or
+ * 1 for the pairs that are rotated and 1e30 for the others. transformers has the formulas in modeling_rope_utils.py. */
 static void plan_rope_factors(void) {
     struct doc r = rope_doc(false);
     float *factors = NULL;
+    if (src.proportional) {
+        const size_t turned = rotated(r, false) / 2;
+        for (size_t i = 0; i < head_k() / 2; i++) arrput(factors, i < turned ? 1.0f : 1e30f);
+        plan_values("rope_freqs.weight", factors);
+        return;
+    }
     if (!src.llama3 || strcmp(rope_type(r), "llama3")) return;
     const size_t n = rotated(r, false);
     struct doc in;
@@ -2706,6 +2747,67 @@ static void config_qwen2_moe(void) {
 }
 static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                       {NULL, NULL, EVERYWHERE}};
+
+/* Returns what config.json of Gemma 4 says of layers without a window: for each layer, or by a key for all of them; key
+ * NULL: there it says the same as of the others. */
+static int64_t full_size(const char *key, const char *nested, int64_t dflt) {
+    const struct doc layers = get_obj(src.cfg, "per_layer_config");
+    const int64_t common = get_int(src.cfg, nested, 1, 65536, dflt);
+    int64_t found = 0;
+    if (!layers.obj) return key ? get_int(src.cfg, key, 1, 65536, dflt) : common;
+    for (int l = 0; l < src.n_layer; l++) {
+        const struct doc one = get_obj(layers, fmt("%d", l));
+        const int64_t n = one.obj ? get_int(one, nested, 1, 65536, common) : common;
+        const int64_t want = is_windowed(l) ? common : found ? found : n;
+        expect(one.obj ? one : src.cfg, nested, n == want, fmt("%lld in layer %d", (long long)want, l));
+        if (!is_windowed(l)) found = n;
+    }
+    return found;
+}
+
+/* Reads the keys of Gemma 4. */
+static void config_gemma4(void) {
+    struct doc c = src.cfg, r = rope_doc(false);
+    expect(c, "hidden_size_per_layer_input", !get_int(c, "hidden_size_per_layer_input", 0, INT32_MAX, 256),
+           "0 (inputs of each layer, as E2B and E4B have, are not supported)");
+    expect(c, "num_kv_shared_layers", !get_int(c, "num_kv_shared_layers", 0, INT32_MAX, 0),
+           "0 (layers that share keys and values are not supported)");
+    expect(c, "use_bidirectional_attention", strcmp(get_str(c, "use_bidirectional_attention", "none"), "all") != 0,
+           "none or \"vision\"");
+    expect(c, "layer_types", src.n_typed == src.n_layer, fmt("the kinds of %d layers", src.n_layer));
+    expect(c, "layer_types", src.window && !is_windowed(src.n_layer - 1),
+           "layers with a window, and a last one without");
+    src.window_heads[1] = src.n_head_kv;
+    src.own_values = !get_bool(c, "attention_k_eq_v", false);
+    src.n_head_kv =
+        (int)full_size(src.own_values ? NULL : "num_global_key_value_heads", "num_key_value_heads", src.n_head_kv);
+    src.full_head = (int)full_size("global_head_dim", "head_dim", 512);
+    expect(r, "rope_type", !strcmp(rope_type(r), "proportional"), "\"proportional\"");
+    src.tied = get_bool(c, "tie_word_embeddings", get_bool(src.top, "tie_word_embeddings", true));
+}
+
+/* Writes the keys of Gemma 4's layers with a window, and those that say what its larger siblings lack. */
+static void put_gemma4(void) {
+    struct doc c = src.cfg;
+    kv_u32("attention.key_length_swa", window_head_k());
+    kv_u32("attention.value_length_swa", window_head_k());
+    kv_u32("attention.shared_kv_layers", 0);
+    kv_u32("embedding_length_per_layer_input", 0);
+    if (!json_is_null(json_object_get(c.obj, "final_logit_softcapping")) && get(c, "final_logit_softcapping"))
+        kv_num(c, "final_logit_softcapping", get_num(c, "final_logit_softcapping", NAN), "final_logit_softcapping");
+}
+
+static const struct renaming gemma4_names[] = {{"post_attention_layernorm", "pre_feedforward_layernorm", EVERYWHERE},
+                                               {"post_self_attn_layernorm", "post_attention_layernorm", EVERYWHERE},
+                                               {"post_mlp_layernorm", "post_feedforward_layernorm", EVERYWHERE},
+                                               {"post_mlp_layernorm_1", "post_feedforward_layernorm_1", EVERYWHERE},
+                                               {"post_mlp_layernorm_2", "post_feedforward_layernorm_2", EVERYWHERE},
+                                               {"pre_mlp_layernorm_2", "pre_feedforward_layernorm_2", EVERYWHERE},
+                                               {"mlp.gate.scale", "router.scale", EVERYWHERE},
+                                               {"mlp.gate.per_expert_scale", "router.per_expert_scale", EVERYWHERE},
+                                               {"mlp.gate", "router.proj", EVERYWHERE},
+                                               {"mlp.experts", "experts", EVERYWHERE},
+                                               {NULL, NULL, EVERYWHERE}};
 
 /* ERNIE 4.5: every moe_layer_interval-th layer from moe_layer_start_index to moe_layer_end_index is a mixture. */
 static bool is_dense_ernie(int layer) {
@@ -3400,6 +3502,13 @@ static const struct release {
      .src = {.arch = "mistral3", .pairs = true, .eps = 1e-5, .tempered = true}},
     {.type = "mistral4", .wrapper = "mistral3", .config = config_mistral4, .fixed = "rope_interleave true",
      .src = {.arch = "mistral4", LATENT, DEEPSEEK_EXPERTS, .tempered = true}},
+    {.type = "gemma4_text", .wrapper = "gemma4", .config = config_gemma4,
+     .fixed = "hidden_activation gelu_pytorch_tanh",
+     .src = {.arch = "gemma4", .renaming = gemma4_names, .is_dense = is_dense_never, .is_windowed = is_windowed_typed,
+             .experts_key = "num_experts", .experts_if = "enable_moe_block", .top_k_key = "top_k_experts", .expert_gain = "mlp.gate.per_expert_scale",
+             .norm_key = "", .norm_topk_prob = true, .list_kv = true, .window_rope = true, .partial = true,
+             .proportional = true,
+             .rope_theta = 1e6, .put = put_gemma4}},
     {.type = "olmoe", .fixed = "clip_qkv none",
      .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
@@ -3537,6 +3646,7 @@ static void config_read(void) {
     src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16,
                                src.kinds ? (int64_t)strlen(src.kinds) : REQUIRED);
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
+    if (src.experts_if && !get_bool(src.cfg, src.experts_if, false)) src.experts_key = NULL;
     if (src.experts_key) src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
     src.tied = get_bool(src.cfg, "tie_word_embeddings", false) || get_bool(src.top, "tie_word_embeddings", false);
@@ -3924,9 +4034,13 @@ static void read_normalizer(struct doc d, bool *escaped) {
     }
 }
 
-/* Reads the pre-tokenizer of SentencePiece: none, or Metaspace that does not split. */
+/* Reads the pre-tokenizer of SentencePiece: none, one that finds nothing to split, or Metaspace that does not split. */
 static void read_metaspace(struct doc d, bool *escaped) {
     if (!d.obj) return;
+    /* Gemma's: a split at blanks, of which the normalizer has left none */
+    if (*escaped && !strcmp(get_str(d, "type", "(none)"), "Split") &&
+        !strcmp(get_str(get_obj(d, "pattern"), "String", ""), " "))
+        return;
     expect(d, "type", !strcmp(get_str(d, "type", "(none)"), "Metaspace"), "Metaspace, because of byte_fallback");
     expect(d, "replacement", !strcmp(get_str(d, "replacement", ""), SPM_BLANK), "U+2581");
     expect(d, "split", !get_bool(d, "split", true), "false");
@@ -4346,6 +4460,10 @@ static void read_added_decoder(struct doc config) {
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
+/* Whether the tokenizer is Gemma's: merging makes added tokens, too, and they are found in text before blanks become
+ * U+2581. */
+static bool is_gemma(void) { return vocab.spm && !strcmp(src.arch, "gemma4") && !vocab.blanks && arrlen(vocab.merges); }
+
 /* Writes blanks for U+2581 in place: user-defined tokens are found in text as it is. */
 static void unescape_blanks(char *text) {
     for (char *hit = text; (hit = strstr(hit, SPM_BLANK)); hit++) {
@@ -4381,7 +4499,7 @@ static void read_vocabulary(struct doc config) {
     json_decref(d.obj);
     read_added_decoder(config);
     for (size_t i = 0; i < n; i++) {
-        if (vocab.text[i] && vocab.spm && vocab.type[i] == TOKEN_USER) unescape_blanks(vocab.text[i]);
+        if (vocab.text[i] && vocab.spm && vocab.type[i] == TOKEN_USER && !is_gemma()) unescape_blanks(vocab.text[i]);
         if (vocab.text[i]) continue;
         vocab.text[i] = xstrdup(fmt("[PAD%zu]", i));
         vocab.type[i] = TOKEN_UNUSED;
@@ -4409,7 +4527,7 @@ static void put_rope_sections(struct doc r) {
 
 /* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
 static void put_rotated(struct doc r) {
-    const size_t n = rotated(r, false), head = head_k();
+    const size_t head = head_k(), n = src.proportional ? head : rotated(r, false);
     const bool half = !src.partial && src.window_rope;
     if (half) expect(src.cfg, "partial_rotary_factors", 2 * n == head, "0.5 for layers without a window");
     else if (src.partial || src.pairs) kv_u32("rope.dimension_count", n);
@@ -4528,6 +4646,10 @@ static void put_rope(void) {
     if (src.window_rope && src.window && !one_of(type, "default none") && get(src.cfg, "yarn_only_types"))
         expect(src.cfg, "yarn_only_types", !strcmp(json_show(get(src.cfg, "yarn_only_types")), only), only);
     if (one_of(type, "default none") || llama3) return;
+    if (src.proportional) {
+        check_fixed(r, "factor 1");
+        return;
+    }
     check_yarn(r);
     double mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
     const bool level = !mla && src.tempered; /* cos and sin stay as they are */
@@ -4943,8 +5065,8 @@ static void put_vocabulary(const char *name) {
     struct doc config = doc_read("tokenizer_config.json"), generation = doc_read("generation_config.json");
     read_vocabulary(config);
     put_sampling(generation);
-    kv_str("tokenizer.ggml.model", vocab.spm ? "llama" : "gpt2");
-    kv_str("tokenizer.ggml.pre", vocab.spm ? "default" : vocab.pre);
+    kv_str("tokenizer.ggml.model", is_gemma() ? "gemma4" : vocab.spm ? "llama" : "gpt2");
+    kv_str("tokenizer.ggml.pre", is_gemma() ? "gemma4" : vocab.spm ? "default" : vocab.pre);
     kv_strings("tokenizer.ggml.tokens", vocab.text, src.n_vocab);
     gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, src.n_vocab, vocab.type);
     put_merging();
@@ -5359,7 +5481,7 @@ static void write_as_nvfp4(struct output *o, size_t index) {
         out_write(v, 0); /* writes nothing, but handles signals */
     }
     struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, width, column_weights(o, index)};
-    o->scale2[index] = rule.scale2 * outer_factor(l);
+    o->scale2[index] = rule.scale2 * outer_factor(l) * result_gain(l);
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (step < p->rows) read_rows(p, r, n, v);
@@ -5638,8 +5760,8 @@ static const struct manual manual = {
              "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
              "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa, glm4, dots1,\n"
              "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
-             "mistral, mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe,\n"
-             "step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
+             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
+             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
              "glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
              "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"

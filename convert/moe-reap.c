@@ -673,6 +673,7 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     c->layer = -1;
     c->dropped = opts.mtp == MTP_DROP && block >= m.n_trunk;
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
+    if (!strcmp(rest, "ffn_gate_inp.scale")) return; /* of what the router reads */
     if (!layer) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
     uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (all == 1 && ends_with(rest, "scale")) return; /* one scale for all experts */
@@ -940,7 +941,7 @@ static const char *after(const char *name, const char *word) {
 
 /* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix, or "mtp.0.ffn.gate.weight". */
 static struct parsed_name name_parse(const char *name) {
-    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe.", "mixer."};
+    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe.", "mixer.", ""};
     static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
@@ -956,9 +957,8 @@ static struct parsed_name name_parse(const char *name) {
     r.rest = p += n + 1;
     size_t k = 0;
     while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
-    if (k == COUNT(stems)) return r;
     p += strlen(stems[k]);
-    if (begins_with_word(p, routers) && !ends_with(p, "tid2eid")) r.role = ROUTER;
+    if (begins_with_word(p, routers) && !ends_with(p, "tid2eid") && strcmp(p, "router.scale")) r.role = ROUTER;
     if (!strcmp(stems[k], "moe.") && begins_with_word(p, "gate_proj up_proj down_proj")) r.role = STACK;
     if (!starts_with(p, "experts.")) return r;
     r.expert = digits(p + 8, &n);
@@ -998,7 +998,8 @@ static struct doc hf_config, hf_text, hf_quant,
  * with a number for every layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config
  * are. */
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
-static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token"};
+static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token",
+                                         "top_k_experts"};
 static const char *const group_keys[] = {"n_group", "num_expert_group"};
 static const char sparsity_key[] = "moe_sparsity_config", layers_key[] = "per_layer_num_experts";
 
@@ -1023,7 +1024,8 @@ static void hf_read_layers(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         struct parsed_name p = name_parse(t->name);
-        bool router = p.role == ROUTER && (ends_with(p.rest, ".gate.weight") || ends_with(p.rest, ".router.weight"));
+        bool router = p.role == ROUTER && (ends_with(p.rest, ".gate.weight") || ends_with(p.rest, ".router.weight") ||
+                                           !strcmp(p.rest, "router.proj.weight"));
         bool table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers))

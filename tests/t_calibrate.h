@@ -44,7 +44,9 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     for (size_t i = 0; i < ff; i++) {
         if (limit > 0) g[i] = (double)glu->alpha * fmin(g[i], (double)glu->gate_max);
         if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit)) * (double)glu->factor + (double)glu->offset;
-        if (glu->gate_cap > 0) {
+        if (glu->gelu) {
+            g[i] *= (1 + tanh(sqrt(2 / M_PI) * (g[i] + 0.044715 * g[i] * g[i] * g[i]))) / 2 * u[i];
+        } else if (glu->gate_cap > 0) {
             g[i] = (double)glu->gate_cap * tanh(g[i] / (double)glu->gate_cap) / (1 + exp(-g[i]));
             g[i] *= (double)glu->up_cap * tanh(u[i] / (double)glu->up_cap);
         } else if (n->gate->data) g[i] *= u[i] / (1 + exp(-g[i]));
@@ -66,8 +68,8 @@ static void spy_norm_ffn(struct rank *r, const struct step *step) {
     for (int t = 0; t < r->n_tok && team_leads(); t++) {
         double all = 0;
         if (!layer->n_expert) spy_expert(m, il, 0, 0, act_row(r, A_H, t));
-        for (int j = 0; j < k && layer->n_expert; j++) all += (double)r->cpu->route_w[t * k + j];
-        for (int j = 0; j < k && layer->n_expert; j++) {
+        for (int j = 0; j < k && layer->n_expert && !step->dense; j++) all += (double)r->cpu->route_w[t * k + j];
+        for (int j = 0; j < k && layer->n_expert && !step->dense; j++) {
             const int e = r->cpu->route_id[t * k + j];
             const double norm = spy_expert(m, il, 0, e, act_row(r, layer->n_latent ? A_LATENT : A_H, t)),
                          g = (double)r->cpu->route_w[t * k + j] / all;
@@ -75,7 +77,8 @@ static void spy_norm_ffn(struct rank *r, const struct step *step) {
             s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
             s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
         }
-        if (layer->n_expert && layer->sh_up.data) spy_expert(m, il, 1, 0, act_row(r, A_H, t));
+        if (layer->n_expert && layer->sh_up.data && step->dense == layer_parts(m, layer))
+            spy_expert(m, il, 1, 0, act_row(r, A_H, t));
     }
     team_barrier();
 }
@@ -96,11 +99,24 @@ static double *in_sum2_as_double(const float *x, size_t n) {
 }
 
 static void test_calibrate_sums(void) {
-    static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next",  "deepseek_v3_plain",
-                                        "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",     "step3p5",
-                                        "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "kimi_linear_nvfp4",
-                                        "nemotron_h",        "inkling2_loop",  "glm5_next",   "qwen4_exp"};
-    for (int f = 0; f < (SANITIZED ? 3 : 16); f++) {
+    static const char *const names[] = {"deepseek_v3",
+                                        "qwen3moe_nvfp4",
+                                        "qwen3_next",
+                                        "deepseek_v3_plain",
+                                        "qwen3_5_moe_nvfp4",
+                                        "qwen3moe_reap",
+                                        "gpt_oss",
+                                        "step3p5",
+                                        "glm_moe_dsa_types",
+                                        "minimax_m3",
+                                        "deepseek_v4",
+                                        "kimi_linear_nvfp4",
+                                        "nemotron_h",
+                                        "inkling2_loop",
+                                        "glm5_next",
+                                        "qwen4_exp",
+                                        "gemma4"};
+    for (int f = 0; f < (SANITIZED ? 3 : 17); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;

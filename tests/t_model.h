@@ -540,6 +540,12 @@ static void test_fixtures_dense(void) {
     check_fixture("glm4_nvfp4", NULL);
 }
 
+static void test_fixtures_gemma4(void) {
+    check_fixture("gemma4", NULL);
+    check_fixture("gemma4_nvfp4", NULL);
+    check_fixture("gemma4_dense", NULL);
+}
+
 static void test_fixtures_mistral(void) {
     check_fixture("ministral3", NULL);
     check_fixture("ministral3_nvfp4", NULL);
@@ -1892,9 +1898,9 @@ static void test_cpu_profile(void) {
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
         {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
         {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
-        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
-        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
+        {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
+        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
+        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \
         {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \

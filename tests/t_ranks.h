@@ -16,7 +16,7 @@ static const char *const rank_fixtures[] = {
     "minimax_m3",    "minimax_m3_nvfp4",    "deepseek_v4",       "deepseek_v4_pro",
     "dots1",         "dots1_nvfp4",         "qwen3",             "qwen3_nvfp4",
     "qwen3_5",       "qwen3_5_nvfp4",       "llama",             "mistral",
-    "glm4",          "glm4_nvfp4",
+    "glm4",          "glm4_nvfp4",          "gemma4",            "gemma4_nvfp4",      "gemma4_dense",
     "qwen2",         "qwen2_nvfp4",         "ministral3",        "ministral3_nvfp4",
     "mistral4",      "mistral4_nvfp4",      "kimi_linear",       "kimi_linear_nvfp4",
     "bailing_hybrid", "bailing_hybrid_ct", "nemotron_h",       "nemotron_h_nvfp4",

@@ -727,7 +727,8 @@ static void test_reap_model(void) {
              {"nemotron_h_nvfp4", 4},
              {"inkling2_loop", 4},
              {"inkling2_nvfp4", 3},
-
+             {"gemma4", 4},
+             {"gemma4_nvfp4", 3},
              {"glm5_next", 5},
              {"glm5_next_nvfp4", 4},
              {"qwen4_exp", 3},
@@ -1406,7 +1407,9 @@ static void test_reap_directory(void) {
                                        {"glm5_next", "--keep 5 --mtp drop"},
                                        {"glm5_next_nvfp4", "--keep 4"},
                                        {"qwen4_exp", "--keep 3"},
-                                       {"qwen4_exp_nvfp4", "--keep 4"}};
+                                       {"qwen4_exp_nvfp4", "--keep 4"},
+                                       {"gemma4", "--keep 4"},
+                                       {"gemma4_nvfp4", "--keep 3"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);

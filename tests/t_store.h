@@ -84,7 +84,9 @@ static void test_store_bits(void) {
                                         "inkling2_nvfp4",
                                         "glm5_next",
                                         "qwen4_exp",
-                                        "qwen4_exp_nvfp4"};
+                                        "qwen4_exp_nvfp4",
+                                        "gemma4",
+                                        "gemma4_nvfp4"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m, own;
         int32_t *ids = NULL;

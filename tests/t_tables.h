@@ -347,6 +347,46 @@ static void test_tables_inkling2_keys(void) {
     }
 }
 
+/* The same of Gemma 4. Its larger siblings, whose layers have inputs of their own or share keys, are refused by name. */
+static void test_tables_gemma4_keys(void) {
+    static const struct {
+        const char *key, *message; /* key: without the architecture; NULL: a tensor is left out */
+        uint32_t value;            /* 0: it is left out */
+    } c[] = {
+        {"embedding_length_per_layer_input",
+         "'gemma4.embedding_length_per_layer_input' is 256, expected 0: inputs of each layer (E2B, E4B) are not", 256},
+        {"attention.shared_kv_layers",
+         "'gemma4.attention.shared_kv_layers' is 1, expected 0: layers that share keys and values are not", 1},
+        {"attention.sliding_window", "'gemma4.attention.sliding_window' is missing", 0},
+        {"attention.key_length_swa", "'gemma4.attention.value_length_swa' is 64, expected the values of a key, 128", 0},
+        {"attention.value_length", "'gemma4.attention.value_length' is 64, expected the values of a key, 128", 64},
+        {"attention.key_length_swa", "'gemma4.rope.dimension_count_swa' is 64, expected 2 to 32", 32},
+        {"rope.dimension_count", "'gemma4.rope.dimension_count' is 130, expected 2 to 128", 130},
+        {"expert_used_count", "'gemma4.expert_used_count' is missing", 0}};
+    static const char *const tensors[] = {"blk.1.post_attention_norm.weight",
+                                          "blk.0.post_ffw_norm.weight",
+                                          "blk.2.post_ffw_norm_1.weight",
+                                          "blk.2.pre_ffw_norm_2.weight",
+                                          "blk.0.post_ffw_norm_2.weight",
+                                          "blk.1.ffn_gate_inp.scale",
+                                          "blk.0.attn_v.weight",
+                                          "blk.1.ffn_up.weight"};
+    enum { KEYS = sizeof c / sizeof *c, TENSORS = sizeof tensors / sizeof *tensors };
+    for (size_t i = 0; i < KEYS + TENSORS; i++) {
+        struct rewrite x;
+        struct model m;
+        char key[128], message[160], err[ERR_MAX] = "";
+        const char *const lost = i < KEYS ? NULL : tensors[i - KEYS];
+        snprintf(key, sizeof key, "gemma4.%s", lost ? "" : c[i].key);
+        snprintf(message, sizeof message, lost ? "tensor '%s' is missing" : "%s", lost ? lost : c[i].message);
+        if (!rewrite_open(&x, "gemma4")) return;
+        rewrite_keys(&x, lost ? NULL : key);
+        if (!lost && c[i].value) gguf_put_u32(&x.w, key, c[i].value);
+        rewrite_tensors(&x, (const char *const[]){lost, NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, message), "%s: %s", message, err);
+    }
+}
+
 /* The same of Qwen3.8-Flash-Next. A table that lacks a row that a hash may choose is refused before any is read. */
 static void test_tables_qwen4_keys(void) {
     enum { ABSENT = -1 };
@@ -415,4 +455,4 @@ static void test_tables_qwen4_keys(void) {
         {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4},     \
         {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},      \
         {"model/kda-keys", test_tables_kda_keys}, {"model/inkling2-keys", test_tables_inkling2_keys}, \
-        {"model/qwen4-keys", test_tables_qwen4_keys},
+        {"model/qwen4-keys", test_tables_qwen4_keys}, {"model/gemma4-keys", test_tables_gemma4_keys},

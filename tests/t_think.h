@@ -288,6 +288,7 @@ static void test_think_formats(void) {
         {"<seed:think></seed:think>", "<seed:think>", {NULL}},
         {"'<mm:think>'", "<mm:think>", {"enabled", "disabled"}},
         {"[THINK]{{ x }}[/THINK]", "[THINK]", {NULL}},
+        {"<|channel>thought\n{{ x }}<channel|>", "<|channel>thought", {NULL}},
         {"<think>/no_think", "<think>", {NULL}},
         {"<think>｜DSML｜", "<think>", {NULL}},
         {"plain", "<think>", {NULL}},

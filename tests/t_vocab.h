@@ -9,6 +9,7 @@ struct test_vocab {
     int32_t *types;
     float *scores;        /* of SentencePiece */
     const char *pre;      /* NULL: SentencePiece */
+    bool gemma;           /* SentencePiece: the tokenizer of Gemma 4 */
     struct gguf_writer w; /* further keys */
     uint8_t *image;
     struct gguf g;
@@ -73,7 +74,7 @@ static void test_strings(struct gguf_writer *w, const char *key, char **s) {
 /* Writes the file to memory, reads it back and loads the vocabulary. */
 static int test_vocab_load(struct test_vocab *t, char *err) {
     size_t n = 0;
-    const char *model = t->pre ? "gpt2" : "llama", *pre = t->pre ? t->pre : "default";
+    const char *model = t->pre ? "gpt2" : t->gemma ? "gemma4" : "llama", *pre = t->pre ? t->pre : "default";
     gguf_put_str(&t->w, "tokenizer.ggml.model", model, strlen(model));
     gguf_put_str(&t->w, "tokenizer.ggml.pre", pre, strlen(pre));
     if (t->scores) gguf_put_array(&t->w, "tokenizer.ggml.scores", GGUF_V_F32, arrlenu(t->scores), t->scores);
@@ -836,6 +837,37 @@ static void test_spm_merging(void) {
     test_vocab_end(&t);
 }
 
+/* Gemma's: no blank in front, runs of newlines before anything is merged, user-defined tokens that merging makes, which
+ * stand for blanks and are found in text by U+2581 alone. */
+static void test_spm_gemma(void) {
+    struct test_vocab t = test_spm_begin();
+    t.gemma = true;
+    const int32_t a = test_piece(&t, "a", TOKEN_NORMAL, 0), blank = test_piece(&t, SPM_BLANK, TOKEN_NORMAL, 0),
+                  line = test_piece(&t, "\n", TOKEN_NORMAL, 0), three = test_piece(&t, "\n\n\n", TOKEN_NORMAL, 0),
+                  two = test_piece(&t, "\n\n", TOKEN_USER_DEFINED, 0),
+                  wide = test_piece(&t, SPM_BLANK SPM_BLANK, TOKEN_USER_DEFINED, 0),
+                  more = test_piece(&t, SPM_BLANK "a", TOKEN_NORMAL, 0), row = test_piece(&t, "a\n", TOKEN_NORMAL, 0);
+    static const char *const merges[] = {SPM_BLANK " " SPM_BLANK, SPM_BLANK " a", "\n \n", "a \n"};
+    for (int i = 0; i < 4; i++) {
+        char *m = NULL;
+        sb_puts(&m, merges[i]);
+        arrput(t.merges, m);
+    }
+    if (test_vocab_ready(&t)) {
+        const struct vocab *v = &t.v;
+        CHECK(v->add_bos == (v->bos >= 0) && !v->blanks, "no blank in front");
+        CHECK(test_ids(v, "a a", 3, NULL, 0, IDS(a, more)), "a blank before a word");
+        CHECK(test_ids(v, "     a", 6, NULL, 0, IDS(wide, wide, more)), "blanks are merged");
+        CHECK(test_ids(v, SPM_BLANK SPM_BLANK SPM_BLANK "a", 10, NULL, 0, IDS(wide, more)), "U+2581 is found");
+        CHECK(test_ids(v, "a\n", 2, NULL, 0, IDS(a, line)), "a newline is found before it is merged");
+        CHECK(test_ids(v, "\n\n\n\n\na", 6, NULL, 0, IDS(three, two, a)), "the longest runs of newlines first");
+        CHECK(test_ids(v, "<s>a", 4, NULL, 1, IDS(1, a)), "after a control token");
+        CHECK(vocab_bytes(v, wide).n == 2 && !memcmp(vocab_bytes(v, wide).p, "  ", 2), "it stands for blanks");
+        CHECK(vocab_bytes(v, row).n == 2 && blank != more, "other tokens");
+    }
+    test_vocab_end(&t);
+}
+
 /* Each broken vocabulary gives its line. */
 static void test_spm_refusals(void) {
     static const struct {
@@ -1075,4 +1107,4 @@ static void test_vocab_work(void) {
         {"vocab/refusals", test_vocab_refusals}, {"vocab/hostile", test_vocab_hostile},                                \
         {"vocab/work", test_vocab_work}, {"vocab/spm_blanks", test_spm_blanks}, {"vocab/spm_tokens", test_spm_tokens}, \
         {"vocab/spm_merging", test_spm_merging}, {"vocab/spm_refusals", test_spm_refusals},                            \
-        {"vocab/spm_pastes", test_spm_pastes},
+        {"vocab/spm_gemma", test_spm_gemma}, {"vocab/spm_pastes", test_spm_pastes},

@@ -1256,6 +1256,67 @@ def glm5_trunk(W, config, ids):
     return norm(W, config, streams.mean(1), prefix(W) + "norm.weight")
 
 
+def gelu(gate, up):
+    return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))) / 2 * up
+
+
+def gemma4_attention(W, config, x, p, layer):
+    """Values are normed without weights; without a window they may be the products of keys."""
+    windowed = config["layer_types"][layer] == "sliding_attention"
+    rope = config["rope_parameters"][config["layer_types"][layer]]
+    k = linear(W, x, p + "k_proj")
+    v = linear(W, x, p + "v_proj") if W.has(p + "v_proj.weight") else k
+    assert W.has(p + "v_proj.weight") == (windowed or not config["attention_k_eq_v"])
+    d = len(W.get(p + "q_norm.weight"))
+    full = config.get("per_layer_config", {}).get(str(layer), {"head_dim": config.get("global_head_dim")})
+    assert d == (config["head_dim"] if windowed else full["head_dim"])
+    q, k, v = (t.reshape(len(x), -1, d) for t in (linear(W, x, p + "q_proj"), k, v))
+    q, k = (norm(W, config, t, f"{p}{c}_norm.weight") for t, c in ((q, "q"), (k, "k")))
+    half = d // 2
+    inv = rope["rope_theta"] ** (-2.0 * np.arange(half) / d)
+    inv[int(rope.get("partial_rotary_factor", 1) * d) // 2:] = 0
+    angle = np.arange(len(x))[:, None, None] * inv
+    turn = lambda t: np.concatenate([t[..., :half] * np.cos(angle) - t[..., half:] * np.sin(angle),
+                                     t[..., half:] * np.cos(angle) + t[..., :half] * np.sin(angle)], -1)
+    y = attend(turn(q), turn(k), rms(v, 1, config["rms_norm_eps"]), 1, config["sliding_window"] if windowed else None)
+    return linear(W, y, p + "o_proj")
+
+
+def gemma4_experts(W, config, x, p):
+    """x: the residual."""
+    eps, h = config["rms_norm_eps"], norm(W, config, x, p + "pre_feedforward_layernorm_2.weight")
+    score = softmax(rms(x, W.get(p + "router.scale") * x.shape[1] ** -0.5, eps) @ W.get(p + "router.proj.weight").T)
+    best = np.argsort(-score, -1)[:, :config["top_k_experts"]]
+    weight = np.take_along_axis(score, best, -1)
+    weight = weight / weight.sum(-1, keepdims=True) * W.get(p + "router.per_expert_scale")[best]
+    y = np.zeros_like(x)
+    for e in range(config["num_experts"]):
+        token, slot = np.nonzero(best == e)
+        if W.has(p + "experts.gate_up_proj"):
+            gate, up = np.split(W.get(p + "experts.gate_up_proj")[e], 2)
+            part = gelu(h[token] @ gate.T, h[token] @ up.T) @ W.get(p + "experts.down_proj")[e].T
+        else:
+            part = ffn(W, h[token], f"{p}experts.{e}.", gelu)
+        y[token] += weight[token, slot, None] * part
+    return y
+
+
+def gemma4_trunk(W, config, ids):
+    """The rows after the final norm of Gemma 4."""
+    x = W.get(embedding(W))[ids] * math.sqrt(config["hidden_size"])
+    for layer in range(config["num_hidden_layers"]):
+        p = f"{prefix(W)}layers.{layer}."
+        named = lambda y, name: norm(W, config, y, f"{p}{name}.weight")
+        y = gemma4_attention(W, config, named(x, "input_layernorm"), p + "self_attn.", layer)
+        x = x + named(y, "post_attention_layernorm")
+        y = ffn(W, named(x, "pre_feedforward_layernorm"), p + "mlp.", gelu)
+        if config["enable_moe_block"]:
+            y = (named(y, "post_feedforward_layernorm_1")
+                 + named(gemma4_experts(W, config, x, p), "post_feedforward_layernorm_2"))
+        x = (x + named(y, "post_feedforward_layernorm")) * W.get(p + "layer_scalar")
+    return norm(W, config, x, prefix(W) + "norm.weight")
+
+
 def embedding(W):
     """The name of the embedding."""
     return prefix(W) + ("word_embeddings.weight" if W.has(prefix(W) + "word_embeddings.weight")
@@ -1294,6 +1355,8 @@ def trunk(W, config, ids):
         return glm5_trunk(W, config, ids)
     if config["model_type"] == "qwen4_exp_text":
         return qwen4_trunk(W, config, ids)
+    if config["model_type"] == "gemma4_text":
+        return gemma4_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
@@ -1354,7 +1417,7 @@ def check(folder):
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     logits = hidden @ head(W, config).T
-    if "final_logit_softcapping" in config:
+    if config.get("final_logit_softcapping"):
         logits = np.tanh(logits / config["final_logit_softcapping"]) * config["final_logit_softcapping"]
     errors = [nmse(logits, folder / "logits.f32")]
     if W.has("mtp.0.e_proj.weight"):

@@ -84,6 +84,35 @@ def glm4_dense(**changes):
                             **changes})
 
 
+def gemma4(kinds, **changes):
+    """The text part of Gemma 4's configuration.  kinds: S for a layer with a window, F for one without."""
+    rope = {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
+    return {"attention_bias": False, "attention_k_eq_v": True, "bos_token_id": EOT, "enable_moe_block": False,
+            "eos_token_id": IM_END, "final_logit_softcapping": 30.0, "global_head_dim": 128, "head_dim": 64,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 64, "hidden_size_per_layer_input": 0,
+            "intermediate_size": 192, "layer_types": [{"S": "sliding", "F": "full"}[k] + "_attention" for k in kinds],
+            "max_position_embeddings": 4096, "model_type": "gemma4_text", "moe_intermediate_size": None,
+            "num_attention_heads": 4, "num_experts": None, "num_global_key_value_heads": 1,
+            "num_hidden_layers": len(kinds), "num_key_value_heads": 2, "num_kv_shared_layers": 0, "pad_token_id": EOT,
+            "rms_norm_eps": 1e-6, "rope_parameters": rope, "sliding_window": 8, "tie_word_embeddings": True,
+            "top_k_experts": None, "use_bidirectional_attention": None, "use_double_wide_mlp": False,
+            "vocab_size": VOCAB, **changes}
+
+
+def per_layer(text, **full):
+    """The same as transformers 5 writes it: what differs in layers without a window, by their numbers."""
+    text = {k: v for k, v in text.items() if k not in ("global_head_dim", "num_global_key_value_heads")}
+    return {**text, "per_layer_config": {
+        str(i): full for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"}}
+
+
+def gemma4_whole(text):
+    """config.json in the words of the releases, which read pictures and sound besides; here they do not."""
+    return {"architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "dtype": "bfloat16",
+            "model_type": "gemma4", "text_config": text, "tie_word_embeddings": True, "vision_config": None}
+
+
 def ministral3(rope, **changes):
     """The text part of Ministral 3's configuration."""
     config = dense("Ministral3", **{"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": None,
@@ -870,6 +899,19 @@ SPECS = {
                                    head_dim=128, intermediate_size=128, tie_word_embeddings=True),
                         rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
         declare="modelopt", store=[(LINEAR, "nvfp4")]),
+    "gemma4": dict(config=gemma4_whole(gemma4(
+        "SSF", enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=64,
+        final_logit_softcapping=6.0)), fused=r"model\."),
+    "gemma4_nvfp4": dict(
+        config=gemma4_whole(per_layer(gemma4(
+            "SF", hidden_size=128, num_attention_heads=6, num_key_value_heads=3, attention_k_eq_v=False,
+            enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=128, intermediate_size=64,
+            sliding_window=20, rms_norm_eps=1e-5, final_logit_softcapping=None),
+            head_dim=128, num_key_value_heads=2)),
+        declare="modelopt", store=[(r"(self_attn|mlp|experts).*_proj\.weight$", "nvfp4")]),
+    "gemma4_dense": dict(config={"architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16", **gemma4(
+        "SFSF", hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=32, global_head_dim=64,
+        attention_k_eq_v=False, intermediate_size=128, sliding_window=16)}),
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
         config=qwen(num_hidden_layers=2, num_key_value_heads=1, num_experts=4,
@@ -1156,6 +1198,18 @@ def draw(fixture, name, shape, tied, centred):
         return (0.3 * x).astype(np.float32)
     if "attn_res." in name or "cross_pass" in name or ".rel_logits_proj." in name:
         return ((0.3 if "logits" in name else 0.5) * x).astype(np.float32)
+    if name.endswith(("layer_scalar", "per_expert_scale")):
+        return rng.uniform(0.6, 1.6, shape).astype(np.float32)
+    if name.endswith("router.scale"):
+        return (1 + 0.3 * x).astype(np.float32)
+    if name.endswith("router.proj.weight"):  # what it reads has the length 1
+        return (2 * x).astype(np.float32)
+    if fixture.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):  # scores are not scaled
+        return ((1 + 0.2 * x) * math.sqrt(2) / shape[0] ** 0.25).astype(np.float32)
+    if fixture.startswith("gemma4") and name.endswith(("model.norm.weight", "language_model.norm.weight")):
+        return (10 + 2 * x).astype(np.float32)
+    if fixture.startswith("gemma4") and "embed_tokens" in name:  # it is the head, too, and grows by sqrt(hidden_size)
+        return (0.2 / math.sqrt(shape[1]) * x).astype(np.float32)
     if "l2_clip.scale" in name:
         return (1 + 0.2 * x).astype(np.float32)
     if "norm" in name:
@@ -1890,7 +1944,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
-            "laguna", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text") or (
+            "laguna", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -1938,7 +1992,7 @@ def router(mlp):
 
 def feed_forward(layer):
     """That of a layer; of Nemotron-3 whatever the layer is."""
-    return layer.mixer if hasattr(layer, "mixer") else layer.mlp
+    return layer.mixer if hasattr(layer, "mixer") else layer if hasattr(layer, "router") else layer.mlp
 
 
 def moe_layers(model):
@@ -1960,9 +2014,9 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
     one of logits."""
-    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k") if name in config)
+    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k", "top_k_experts") if name in config)
     gap = torch.full((len(logits),), math.inf)
-    if config["model_type"] == "gpt_oss":
+    if config["model_type"] in ("gpt_oss", "gemma4_text"):  # Gemma 4's router gives the softmax
         score = logits
     elif bias is None:
         score = logits.softmax(-1)
