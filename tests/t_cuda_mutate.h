@@ -471,8 +471,9 @@ static void result_weights_of_read(const char *launch, void *args) {
 static void result_of_half_before(const char *launch, void *args) {
     static const float *last;
     change_result(launch, args, [](auto &a) {
-        std::swap(a.result, last);
-        a.result = a.result ? a.result : last;
+        const float *own = a.result;
+        if (last) a.result = last;
+        last = own;
     });
 }
 static void result_read_by_its_weights(const char *launch, void *args) {
