@@ -558,7 +558,7 @@ static void mix_taps_exchanged(const char *launch, void *args) {
 static void mix_other_biases(const char *launch, void *args) {
     change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.conv_bias++; });
 }
-static void mix_steps_of_next(const char *launch, void *args) {
+static void mix_other_steps(const char *launch, void *args) {
     change_tiles(launch, "k_delta_mix", args, [](auto &a) { a.dt_bias = a.skip; });
 }
 static void mix_decays_of_biases(const char *launch, void *args) {
@@ -876,7 +876,7 @@ static const struct {
                 {"mamba", "results of Mamba-2 have the next weights", norm_of_next},
                 {"mamba", "a prefill's B has the taps of C", mix_taps_exchanged},
                 {"mamba", "a prefill's convolution has the bias of the next channel", mix_other_biases},
-                {"mamba", "a prefill's time steps have another bias", mix_steps_of_next},
+                {"mamba", "a prefill's time steps have another bias", mix_other_steps},
                 {"mamba", "a prefill's decays are another vector", mix_decays_of_biases},
                 {"mamba", "a prefill's last row of Mamba-2 is not made", mix_row_short},
                 {"mamba", "segments of Mamba-2 have the rows of the first", mix_first_segment},
