@@ -3636,6 +3636,7 @@ struct gpu_dims {
     size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
     size_t n_hc_sum;        /* sums of a token's streams, or 0 */
+    size_t ngram_gates;     /* gates of a token by which rows of n-grams are added, or 0 */
     size_t cached, slots;   /* experts of all layers (of each one more than there is: where a slot is empty), and their
                              * slots, where some experts are in the host's memory */
     size_t blocks;          /* layers, there */
@@ -3646,9 +3647,8 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->hc_low) return "hyper-connections of a low rank, tables of n-grams and indexers of means";
     if (m->embd_scale > 0) return "the scaled embeddings and feed-forwards of Gemma 4";
-    if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
+    if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++)
@@ -3709,7 +3709,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.n_topk = m->max.n_topk;
     d.scores = d.n_topk ? INDEX_SCORES : 0;
     d.joins = ((d.n_topk && !d.latent) || m->max.groups || s.n_timeline > 1 ? d.decode : 2) * d.heads;
-    d.n_hc_sum = m->n_hc ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
+    d.ngram_gates = m->ngram.size ? 2 * (size_t)m->n_hc : 0;
+    d.n_hc_sum = m->n_hc && !m->hc_low ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -3774,6 +3775,13 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                                       \
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                             \
     X(hc_sums, float, d.n * d.n_hc_sum)                                                                  \
+    X(x16[A_NORMS], uint16_t, d.n * d.act[A_NORMS])                                                      \
+    X(x32[A_MIX_LOW], float, d.n * d.act[A_MIX_LOW])                                                     \
+    X(x16[A_MIX_LOW], uint16_t, d.n * d.act[A_MIX_LOW])                                                  \
+    X(x16[A_MIX_UP], uint16_t, d.n * d.act[A_MIX_UP])                                                    \
+    X(x16[A_NGRAM], uint16_t, d.n * d.act[A_NGRAM])                                                      \
+    X(x32[A_NGRAM_V], float, d.n * d.act[A_NGRAM_V])                                                     \
+    X(ngram_gates, float, d.n * d.ngram_gates)                                                           \
     X(index_scores, float, d.scores)                                                                     \
     X(topk_blocks, int32_t, d.n * d.n_topk)                                                              \
     X(mtp_hidden, float, (d.mtp_hidden + d.timelines * d.mtp_own) * d.hidden)                            \
@@ -29113,12 +29121,11 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     r->rounding = rounding;
 }
 
-/* Bytes of what makes the last row of the streams, or of the blocks. */
+/* Bytes of what makes the last row of the streams, but for matrices, or of the blocks. */
 static int64_t plan_last_row(const struct model *m) {
     const struct hyper *hc = &m->hc_head;
     if (m->n_res) return 4 * (int64_t)m->n_embd;
-    if (m->hc_low)
-        return (int64_t)(weight_bytes(&hc->down) + weight_bytes(&hc->up)) + 4 * (int64_t)(m->n_hc * m->n_embd);
+    if (m->hc_low) return 4 * (int64_t)(m->n_hc * m->n_embd);
     return hc->fn ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
 }
 
@@ -29233,13 +29240,17 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     plan_matrix(r, &shard_of->output, 1);
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, &shard_of->embd, 1);
+    plan_matrix(r, &m->hc_head.down, 1);
+    plan_matrix(r, &m->hc_head.up, 1);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
-    if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_last_row(m);
+    if (shard.stage + 1 == shard.n_stage)
+        r->bytes_per_token[READ_HEAD] += plan_last_row(m) + plan_matrix_reads(p->cpu, &m->hc_head.down, 1) +
+                                         plan_matrix_reads(p->cpu, &m->hc_head.up, 1);
     for (int il = 0; il < model_blocks(shard_of); il++) {
         plan_layer(r, p->cpu, shard_of, il);
         if (shard_of->layers[il].ngrams) r->bytes_per_token[READ_BACKBONE] += plan_ngram_reads(m);
     }
-    r->weights += 4 * (int64_t)m->n_embd + plan_last_row(m); /* the last norm */
+    r->weights += plan_last_row(m) + (m->hc_low ? 0 : 4 * (int64_t)m->n_embd); /* the last norm */
     if (m->embd_norm) r->weights += 4 * (int64_t)m->n_embd;
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
@@ -29547,8 +29558,11 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (!ranks) die("cannot read the memory size of GPU %d", gpu[i]);
         snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
-        if (f.integrated) p->shared = set->fit != FIT_OFF, p->host_memory = 0, p->copy_rate = f.rate / 2;
-        else plan_measure_copies(p, gpu[i], !i, set);
+        if (f.integrated) {
+            p->shared = set->fit != FIT_OFF, p->host_memory = 0, p->copy_rate = f.rate / 2;
+            d->usable -= (int64_t)weight_bytes(&p->m->ngram.table) / ranks;
+        }
+        if (!f.integrated) plan_measure_copies(p, gpu[i], !i, set);
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
         d->source = "reported";
@@ -29594,6 +29608,12 @@ enum decode_kernel {
     DECODE_RESULT,
     DECODE_HC_MIX,
     DECODE_HC_NORM,
+    DECODE_STREAMS_NORM,
+    DECODE_HALVES,
+    DECODE_STREAMS_READ,
+    DECODE_NGRAM_ROWS,
+    DECODE_NGRAM_GATE,
+    DECODE_NGRAM_ADD,
     DECODE_LINEAR,
     DECODE_ROW_NORM,
     DECODE_INDEX_STORE,
@@ -29638,35 +29658,41 @@ static const struct {
     const char *name;
     double us;
 } decode_costs[DECODE_KERNELS] = {
-    [DECODE_EMBED] = {"k_embed", 1.0},             /* two latencies of memory, and a sine */
-    [DECODE_MTP_INPUT] = {"k_mtp_input", 0.6},     /* a norm */
-    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},       /* four latencies of L2, and a sum over the block */
-    [DECODE_RESULT] = {"k_add_result", 0.9},       /* four latencies of L2, and a sum over the block */
-    [DECODE_HC_MIX] = {"k_hc_mix", 1.0},           /* three latencies of L2, and sums over a block */
-    [DECODE_HC_NORM] = {"k_hc_norm", 2.4},         /* five latencies of L2, 20 iterations, a sum */
-    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},      /* run: 0.2 to 1.0 */
-    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},       /* three latencies of L2, and a sum over the block */
-    [DECODE_INDEX_STORE] = {"k_index_store", 0.6}, /* a norm, and a rotation */
-    [DECODE_INDEX_SCORES] = {"index_scores", 1.0}, /* two latencies of L2 for the queries, one of memory */
-    [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0}, /* 5 readings of the scores of 32K keys by one SM */
-    [DECODE_INDEX_BLOCKS] = {"index_choose", 2.0}, /* the same of few blocks: latencies of L2, barriers */
-    [DECODE_ROPE] = {"k_rope_gqa", 0.6},           /* a norm, and a rotation */
-    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},     /* 0.4 as above, 0.4 to load and rotate the queries */
-    [DECODE_ATTENTION] = {"attn_kernel", 3.1},     /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
-    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0}, /* run: 1.6 a tile of keys, 2 to 3 before the first */
-    [DECODE_CSA_STORE] = {"k_csa_store", 1.2},     /* two latencies of L2, exponentials, a norm, a rotation */
-    [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7}, /* as of MLA, and 0.7 to join splits */
-    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
-    [DECODE_HEAD_GATE] = {"k_head_gate", 0.6},     /* a latency of L2, and a sigmoid */
-    [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
-    [DECODE_MAMBA] = {"k_mamba_scan", 2.0},        /* likewise */
-    [DECODE_MAMBA_NORM] = {"k_mamba_finish", 0.9}, /* a latency of L2, and a sum over the block */
-    [DECODE_BLOCKS] = {"k_blocks", 4.0},           /* latencies of L2, one or two for each block */
-    [DECODE_MESSAGE] = {"k_mix_message", 0.9},     /* two latencies of L2, and a sum over the block */
-    [DECODE_REL] = {"k_rel_prepare", 0.8},         /* three latencies of L2, and a norm */
-    [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
-    [DECODE_WANT] = {"k_want_experts", 1.5},       /* nothing is missing: a latency of L2 */
-    [DECODE_BROUGHT] = {"k_brought_experts", 1.5}, /* likewise; the disk apart */
+    [DECODE_EMBED] = {"k_embed", 1.0},               /* two latencies of memory, and a sine */
+    [DECODE_MTP_INPUT] = {"k_mtp_input", 0.6},       /* a norm */
+    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},         /* four latencies of L2, and a sum over the block */
+    [DECODE_RESULT] = {"k_add_result", 0.9},         /* four latencies of L2, and a sum over the block */
+    [DECODE_HC_MIX] = {"k_hc_mix", 1.0},             /* three latencies of L2, and sums over a block */
+    [DECODE_HC_NORM] = {"k_hc_norm", 2.4},           /* five latencies of L2, 20 iterations, a sum */
+    [DECODE_STREAMS_NORM] = {"k_streams_norm", 0.9}, /* four latencies of L2, and a sum over the block */
+    [DECODE_HALVES] = {"k_to_halves", 0.3},          /* a latency of L2, and a sigmoid */
+    [DECODE_STREAMS_READ] = {"k_streams_read", 0.4}, /* a latency of L2, and sigmoids */
+    [DECODE_NGRAM_ROWS] = {"k_ngram_rows", 3.0},     /* two latencies of L2, divisions, and a load over the bus */
+    [DECODE_NGRAM_GATE] = {"k_ngram_gate", 1.0},     /* a latency of L2, and three sums over the block */
+    [DECODE_NGRAM_ADD] = {"k_ngram_add", 0.8},       /* three latencies of L2, and a sigmoid */
+    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},        /* run: 0.2 to 1.0 */
+    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},         /* three latencies of L2, and a sum over the block */
+    [DECODE_INDEX_STORE] = {"k_index_store", 0.6},   /* a norm, and a rotation */
+    [DECODE_INDEX_SCORES] = {"index_scores", 1.0},   /* two latencies of L2 for the queries, one of memory */
+    [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0},   /* 5 readings of the scores of 32K keys by one SM */
+    [DECODE_INDEX_BLOCKS] = {"index_choose", 2.0},   /* the same of few blocks: latencies of L2, barriers */
+    [DECODE_ROPE] = {"k_rope_gqa", 0.6},             /* a norm, and a rotation */
+    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},       /* 0.4 as above, 0.4 to load and rotate the queries */
+    [DECODE_ATTENTION] = {"attn_kernel", 3.1},       /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
+    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},   /* run: 1.6 a tile of keys, 2 to 3 before the first */
+    [DECODE_CSA_STORE] = {"k_csa_store", 1.2},       /* two latencies of L2, exponentials, a norm, a rotation */
+    [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7},   /* as of MLA, and 0.7 to join splits */
+    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},       /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
+    [DECODE_HEAD_GATE] = {"k_head_gate", 0.6},       /* a latency of L2, and a sigmoid */
+    [DECODE_DELTA] = {"k_delta_decode", 2.0},        /* a latency of memory, and an SM moves a head's state */
+    [DECODE_MAMBA] = {"k_mamba_scan", 2.0},          /* likewise */
+    [DECODE_MAMBA_NORM] = {"k_mamba_finish", 0.9},   /* a latency of L2, and a sum over the block */
+    [DECODE_BLOCKS] = {"k_blocks", 4.0},             /* latencies of L2, one or two for each block */
+    [DECODE_MESSAGE] = {"k_mix_message", 0.9},       /* two latencies of L2, and a sum over the block */
+    [DECODE_REL] = {"k_rel_prepare", 0.8},           /* three latencies of L2, and a norm */
+    [DECODE_ROUTER] = {"k_route_decode", 1.6},       /* two passes of latencies: the logits, the choice */
+    [DECODE_WANT] = {"k_want_experts", 1.5},         /* nothing is missing: a latency of L2 */
+    [DECODE_BROUGHT] = {"k_brought_experts", 1.5},   /* likewise; the disk apart */
     [DECODE_FETCH] = {"k_fetch", 1.5},             /* nothing is missing: a latency of L2; slots cost the router 1.0 */
     [DECODE_ASK] = {"k_ask_experts", 1.5},         /* stores over the bus, and a flag */
     [DECODE_ANSWER] = {"k_add_experts", 1.5},      /* the CPU apart: a load over the bus */
@@ -29705,6 +29731,7 @@ struct launches {
     int first;     /* the layer's first products, unless they make the norm of their input */
     int attention; /* what mixes the layer's tokens */
     int router;    /* the latest router */
+    int streams;   /* the latest norms of streams of a low rank */
 };
 
 /* Adds a launch; returns its index. */
@@ -29781,10 +29808,25 @@ static void launch_add_blocks(struct launches *k, const struct step *s) {
     if (reads && !s->ffn) k->first = at;
 }
 
+/* Adds the norms of streams of a low rank; at the end of a stage that is not the last nothing is normed. */
+static void launch_add_streams(struct launches *k, const struct step *s) {
+    const struct model *m = k->m;
+    if (m->shard.n_rank > 1 && s->partial != ACT_COUNT) launch_add_sum(k);
+    k->streams = launch_add(k, DECODE_STREAMS_NORM, s->norm ? 4.0 * m->n_hc * m->n_embd : 0, 0);
+}
+
+/* Adds the second of the products by which streams of a low rank are read. Their norms request both, and so does what
+ * mixes the tokens before the feed-forward. */
+static void launch_add_up(struct launches *k, const struct step *s) {
+    const int up = launch_add(k, DECODE_LINEAR, products_read(s), products_read(s));
+    k->list[k->streams].prefetch = up;
+    if (s->il >= 0 && s->w[0] == &k->m->layers[s->il].hc_ffn.up) k->list[k->attention].prefetch = up;
+}
+
 /* Adds the products of a step with matrices. */
 static void launch_add_linear(struct launches *k, const struct step *s) {
-    const struct layer *l = &k->m->layers[s->il];
-    const int il = s->il;
+    const int il = int_max(s->il, 0); /* the last row's matrices are of no layer, and none of its own */
+    const struct layer *l = &k->m->layers[il];
     const double products = products_read(s);
     const bool layers_first = s->norm && s->x == A_X, ready = half_ready(k->m, il - 1) && s->w[0] == &l->wq;
     const double hc_bytes = s->hc ? READS(&l->hc_attn.fn, &l->hc_attn.base, &l->hc_attn.scale) : 0;
@@ -29848,6 +29890,7 @@ static void launches_of(struct launches *k, const struct step *s) {
     const double state = l ? layer_state_reads(m, l, k->kv, k->n_past) : 0;
     const double index = l ? layer_index_reads(m, l, k->kv, k->n_past) : 0;
     const double recent = l ? layer_recent_reads(m, l, k->kv, k->n_past) : 0;
+    const double ngrams = l ? layer_reads(m, l, k->kv, k->n_past, CACHE_NGRAM, CACHE_NGRAM) : 0;
     switch (s->op) {
     case OP_embed:
         launch_add(k, DECODE_EMBED, 0, 0);
@@ -29859,10 +29902,17 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_RESULT,
                    s->result == l->post_ffw_norm ? READS(&l->post_ffw_norm) : READS(&l->post_attention_norm), 0);
         break;
-    case OP_streams_norm: /* no GPU runs them, see gpu_lacks */
+    case OP_streams_norm: launch_add_streams(k, s); break;
     case OP_streams_read:
-    case OP_ngrams:
-    case OP_ngrams_add: break;
+        launch_add(k, DECODE_HALVES, 0, 0);
+        launch_add_up(k, s);
+        launch_add(k, DECODE_STREAMS_READ, 0, 0);
+        break;
+    case OP_ngrams: launch_add(k, DECODE_NGRAM_ROWS, (double)plan_ngram_reads(m), 0); break;
+    case OP_ngrams_add:
+        launch_add(k, DECODE_NGRAM_GATE, READS(&l->ngram_key_norm), 0);
+        launch_add(k, DECODE_NGRAM_ADD, READS(&l->ngram_conv_norm, &l->ngram_conv) + ngrams, 0);
+        break;
     case OP_linear:
     case OP_hc_linear:
     case OP_group_linear: launch_add_linear(k, s); break;
@@ -29873,10 +29923,12 @@ static void launches_of(struct launches *k, const struct step *s) {
     }
     case OP_select_keys:
         if (l->mixer != MIXER_CSA)
-            launch_add(k, DECODE_INDEX_STORE, READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm), 0);
+            launch_add(
+                k, DECODE_INDEX_STORE,
+                READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm) + (l->attn.index_means ? recent : 0), 0);
         if (attn_pools(&l->attn)) launch_add(k, DECODE_CSA_STORE, recent + READS(&l->index_compressor.ape), 0);
         launch_add(k, DECODE_INDEX_SCORES, index, 0);
-        launch_add(k, l->mixer == MIXER_MLA ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
+        launch_add(k, l->mixer == MIXER_MLA || l->attn.index_means ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
         break;
     case OP_attention: {
         const double norms = l->qk_norm == QK_NORM_HEADS ? READS(&l->q_norm, &l->k_norm) : 0;
@@ -29901,8 +29953,8 @@ static void launches_of(struct launches *k, const struct step *s) {
         k->attention = launch_add(k, DECODE_CSA_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
         break;
     case OP_delta_net:
-        k->attention = launch_add(k, DECODE_DELTA,
-                                  READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - index - recent, 0);
+        k->attention =
+            launch_add(k, DECODE_DELTA, READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - ngrams, 0);
         break;
     case OP_mamba:
         k->attention =
@@ -29920,6 +29972,7 @@ static void launches_of(struct launches *k, const struct step *s) {
     case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
         if (m->n_res) launch_add_blocks(k, s);
+        else if (m->hc_low) launch_add_streams(k, s);
         else launch_add_input(k, s, false, ends ? (double)plan_last_row(m) : 0);
         if (ends && s->hc && !s->hc->fn) launch_add(k, DECODE_HC_NORM, 0, 0);
         if (!ends) launch_add(k, DECODE_SEND, 0, 0);
@@ -29936,8 +29989,14 @@ static void launches_of(struct launches *k, const struct step *s) {
 static struct launch *decode_launches(const struct model *m, struct offload offload, enum pass pass,
                                       const struct weight *head, enum kv_type kv, size_t n_past) {
     const struct shard *shard = &m->shard;
-    struct launches k = {
-        .m = m, .offload = offload, .kv = kv, .n_past = n_past, .first = -1, .attention = -1, .router = -1};
+    struct launches k = {.m = m,
+                         .offload = offload,
+                         .kv = kv,
+                         .n_past = n_past,
+                         .first = -1,
+                         .attention = -1,
+                         .router = -1,
+                         .streams = -1};
     struct rank r = {.m = m};
     if (pass == PASS_FORWARD && shard->n_rank * shard->n_stage > 1) launch_add(&k, DECODE_SHARE, 0, 0);
     programs_make(&r);
@@ -29945,10 +30004,11 @@ static struct launch *decode_launches(const struct model *m, struct offload offl
     for (ptrdiff_t i = 0; i < arrlen(p->step); i++) launches_of(&k, &p->step[i]);
     programs_free(&r);
     if (shard->stage + 1 < shard->n_stage) return k.list;
-    launch_add(&k, DECODE_ADD_NORM, 0, 0);
+    launch_add(&k, m->hc_low ? DECODE_HALVES : DECODE_ADD_NORM, 0, 0);
     const double bytes = (double)plan_matrix_reads(false, head, 1);
     const int last = launch_add(&k, DECODE_LINEAR, bytes, bytes);
-    if (k.router >= 0) k.list[k.router].prefetch = last;
+    const int early = m->hc_low ? k.streams : k.router; /* what requests the head ahead */
+    if (early >= 0) k.list[early].prefetch = last;
     if (m->logit_cap > 0) launch_add(&k, DECODE_CAP, 0, 0);
     if (shard->n_rank > 1) launch_add(&k, DECODE_SEND, 0, 0);
     if (!shard->rank) launch_add(&k, DECODE_SAMPLE, 0, 0);
@@ -30340,13 +30400,15 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
 }
 
 /* What the table of n-grams takes of the host's memory. */
-static void plan_ngrams_text(const struct model *m, char **text) {
+static void plan_ngrams_text(const struct plan *p, char **text) {
+    const struct model *m = p->m;
     char a[32], b[32];
     if (!m->ngram.size) return;
     sb_printf(text,
-              "n-grams     %s of host memory, or of disk where they do not fit;\n"
+              "n-grams     %s of host memory%s;\n"
               "            a token reads %d rows of them, %s\n\n",
-              with_unit((double)weight_bytes(&m->ngram.table), a), m->ngram.n_head,
+              with_unit((double)weight_bytes(&m->ngram.table), a),
+              p->cpu ? ", or of disk where they do not fit" : ", not of a GPU's", m->ngram.n_head,
               with_unit((double)plan_ngram_reads(m), b));
 }
 
@@ -30391,7 +30453,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     struct plan_row most_row = {0}; /* of the rank that reads most */
     plan_head(p, text);
     plan_index_text(p, d, text);
-    plan_ngrams_text(m, text);
+    plan_ngrams_text(p, text);
     for (int i = 0; i < p->n_device; i++) {
         const struct plan_rank *r = &d->rank[i];
         struct plan_row row = plan_memory_row(p, i), reads = plan_reads_row(r->bytes_per_token, r->index_reads);
@@ -30534,9 +30596,13 @@ static void plan_host(struct plan *p, const struct settings *set) {
     const int n_cpu = p->cpu ? 0 : settings_cpu_layers(set, p->m);
     const bool measure = n_cpu && !(h.gib > 0);
     const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available();
+    const uint64_t table = p->cpu ? 0 : weight_bytes(&p->m->ngram.table);
     p->offload.n_cpu = n_cpu;
-    p->host_memory = (int64_t)all;
+    p->host_memory = (int64_t)(all > table ? all - table : 0);
     p->disk = set->host || !(gpus_parse(set->gpus).gib > 0);
+    if (table && p->disk && table + all / 32 > all)
+        die("'%s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are there", p->m->name,
+            (double)table / 0x1p30, (double)all / 0x1p30);
     if (n_cpu && !plan_store(p, int_max(1, set->pp)))
         die("the experts of %d layers (--n-cpu-moe) need more than %.2f GiB of host memory", n_cpu,
             (double)all / 0x1p30);
@@ -30913,13 +30979,19 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     return n_slot;
 }
 
+/* Bytes of the host's memory that are free beside the table of n-grams, which GPUs read there. */
+static uint64_t memory_for_experts(const struct model *m) {
+    const uint64_t have = memory_available(), table = weight_bytes(&m->ngram.table);
+    return have > table ? have - table : 0;
+}
+
 /* Reads experts that do not fit into the host's memory as they are used: opens a store beside the slots of o, and sets
  * how many a rank asks it for. 0, or -1 with a message. */
 static int engine_store(struct engine *e, struct cuda_options *o, bool ring_only, char *err) {
     const struct settings *set = e->set;
     const struct model *m = &e->model;
-    const struct store_options s =
-        store_beside(m, memory_available(), (uint64_t)set->expert_memory << 20, o->kv, set->pp, o->offload, ring_only);
+    const struct store_options s = store_beside(m, memory_for_experts(m), (uint64_t)set->expert_memory << 20, o->kv,
+                                                set->pp, o->offload, ring_only);
     if (!(e->store = store_start(m, s, err)) || home_of_store(&e->home, e->store, err)) return -1;
     o->offload.n_ask = e->store->n_ring / 2;
     return 0;
@@ -30935,6 +31007,12 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     int n_ctx = o->n_ctx;
     const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
     bool shared;
+    const uint64_t table = weight_bytes(&m->ngram.table), free_bytes = memory_available();
+    if (table && table + free_bytes / 32 > free_bytes)
+        return fail(err,
+                    "'%.200s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are free: use "
+                    "--cpu",
+                    m->name, (double)table / 0x1p30, (double)free_bytes / 0x1p30);
     const int n_slot = engine_slots(e, o, &n_ctx, &shared, err);
     if (n_slot < 0) return -1;
     if (!n_slot && !n_cpu) {
@@ -30943,7 +31021,7 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
         return 0;
     }
     const int below = n_slot ? ALL_LAYERS : n_cpu;
-    const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_available();
+    const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_for_experts(m);
     const bool ring_only = shared && n_slot, fits = !ring_only && experts + have / 32 <= have,
                disk = m->file_bytes && (!fits || set->expert_memory);
     if (n_slot && set->fit == FIT_OFF)

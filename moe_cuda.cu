@@ -15,6 +15,8 @@
  *                           ncclAllGather
  *   norms of results      k_add_result                               the same; several ranks: k_add_norm before
  *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
+ *     of a low rank         k_streams_norm, k_gemv_linear or gemm_kernel, k_to_halves, the same again, k_streams_read
+ *   n-grams               k_ngram_rows, k_gemv_linear or gemm_kernel, k_ngram_gate, k_ngram_add
  *   linear                k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
@@ -65,6 +67,8 @@
  *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
  *   Embedding, residual add, norm
  *   Hyper-connections                             residual streams
+ *   Hyper-connections of a low rank, n-grams      k_streams_norm, k_streams_read, k_ngram_rows
+ *   Blocks of layers, short convolutions          k_blocks, k_mix_message
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
  *   Experts in host memory                        slots, k_want_experts, k_brought_experts, k_fetch
@@ -559,10 +563,10 @@ struct repack {
 };
 
 /* Reads a weight of an F32, F16 or BF16 row. */
-DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
-    if (r.type == GGUF_F32) return ((const float *)row)[col];
+DEVICE float raw_float(enum gguf_type type, const uint8_t *row, int col) {
+    if (type == GGUF_F32) return ((const float *)row)[col];
     uint16_t h = ((const uint16_t *)row)[col];
-    return r.type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
+    return type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
 }
 
 /* Reads the 8 E2M1 codes of columns col..col+7 (col % 8 == 0) in fp4_pair's order. NVFP4: 36 bytes per 64 columns,
@@ -574,6 +578,28 @@ DEVICE uint32_t raw_fp4(bool nv, const uint8_t *row, int col) {
     uint32_t out = 0;
     for (int i = 0; i < 8; i++) out |= (q[i] >> shift & 15u) << 4 * ((i >> 1) + 4 * (i & 1));
     return out;
+}
+
+/* Reads a weight of a row of any format. */
+DEVICE float raw_value(enum gguf_type type, const uint8_t *row, int col) {
+    static_assert(GGUF_FORMAT_COUNT == 6, "raw_value reads every format");
+    auto e2m1 = [](uint32_t code) { return half_to_f32((uint16_t)fp4_pair(code, 0)); }; /* times 2^-14 */
+    if (type == GGUF_Q8_0) {
+        const uint8_t *b = row + col / 32 * 34;
+        return half_to_f32(*(const uint16_t *)b) * (float)(int8_t)b[2 + col % 32];
+    }
+    if (type == GGUF_NVFP4) {
+        const uint8_t *b = row + col / 64 * 36;
+        const int sub = col % 64 / 16;
+        const uint32_t d = b[sub] == 0x7F ? 0 : b[sub]; /* NaN, as in repack_tile */
+        return e2m1(b[4 + 8 * sub + col % 8] >> (col & 8 ? 4 : 0) & 15u) * half_to_f32((uint16_t)(d << 7)) * 0x1p22f;
+    }
+    if (type == GGUF_MXFP4) {
+        const uint8_t *b = row + col / 32 * 17;
+        const uint32_t power = b[0] ? (uint32_t)b[0] << 23 : 0x00400000u; /* 2^(b[0] - 127) */
+        return e2m1(b[1 + col % 16] >> (col & 16 ? 4 : 0) & 15u) * 0x1p14f * __uint_as_float(power);
+    }
+    return raw_float(type, row, col);
 }
 
 /* Divides 8 E2M1 codes by 2^n, n <= 5, to the nearest, ties to even. */
@@ -631,8 +657,8 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
         } else {
             for (int k = 0; k < 8; k += 2) { /* k16-steps 2h and 2h + 1, registers hi and hi + 2 */
-                float x = in ? raw_float(r, src, col + k) : 0;
-                float y = in ? raw_float(r, src, col + k + 1) : 0;
+                float x = in ? raw_float(r.type, src, col + k) : 0;
+                float y = in ? raw_float(r.type, src, col + k + 1) : 0;
                 top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
                 to[128 * (2 * h + (k >> 2)) + (k & 2)] = f32_to_f16x2(x * r.factor, y * r.factor);
             }
@@ -1452,6 +1478,265 @@ static void hc_launch(const struct hc_args *a, cudaStream_t s) {
     const int parts = a->mean ? 0 : (int)blocks;
     if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_hc_norm<4>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, parts);
     else LAUNCH_PDL(k_hc_norm<8>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, parts);
+}
+
+/* ============================================================================================================
+ * Hyper-connections of a low rank, n-grams
+ *
+ * See "Families: the forward" and "Families: n-grams" of moe.c. k_streams_norm takes the result of a half of a layer
+ * into the streams and norms each; k_streams_read makes the next half's input of the norms, after products with two
+ * matrices. k_ngram_rows reads rows of the table, k_ngram_gate and k_ngram_add add to the streams what products with two
+ * matrices make of them.
+ * ============================================================================================================ */
+
+struct stream_args {
+    float *streams;       /* (n_tok, n_hc, n) */
+    const float *partial; /* (n_tok, n) what is written to them; NULL: nothing */
+    const float *mix;     /* (n_tok, n_hc) to which part, before the sigmoid */
+    const float *weight;  /* (n_hc, n) of the norms; NULL: there are none */
+    uint16_t *norms;      /* (n_tok, n_hc, n) */
+    int n, n_hc;
+    float eps;
+    struct l2_prefetch prefetch;
+};
+
+/* streams += 2 sigmoid(mix / n_hc) * partial; then norms = RMS norm of each stream times weight.
+ * Grid: (n_hc, n_tok), block: NORM_THREADS. A stream is read once and held in registers. One token: 2 to 4 latencies of
+ * L2, some 2 us. Many: moves 14 bytes per value. */
+template <int VECS>
+__global__ void __launch_bounds__(NORM_THREADS, 1) k_streams_norm(const __grid_constant__ struct stream_args a) {
+    const int j = (int)blockIdx.x, t = (int)blockIdx.y, n = a.n;
+    const size_t row = (size_t)t * (size_t)a.n_hc + (size_t)j;
+    float4 v[VECS], w[VECS], d[VECS];
+    grid_dependency_launch();
+    if (a.weight) norm_load(w, a.weight + (size_t)j * (size_t)n, n);
+    grid_dependency_wait();
+    prefetch_request(a.prefetch);
+    norm_load(v, a.streams + row * (size_t)n, n);
+    if (a.partial) {
+        norm_load(d, a.partial + (size_t)t * (size_t)n, n);
+        const float f = 2.0f / (1.0f + expf(-a.mix[row] / (float)a.n_hc));
+        UNROLL for (int u = 0; u < VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            v[u] = make_float4(fmaf(f, d[u].x, v[u].x), fmaf(f, d[u].y, v[u].y), fmaf(f, d[u].z, v[u].z),
+                               fmaf(f, d[u].w, v[u].w));
+            if (i < n) *(float4 *)(a.streams + row * (size_t)n + i) = v[u];
+        }
+    }
+    if (!a.weight) return;
+    const float f = norm_factor(v, n, a.eps);
+    UNROLL for (int u = 0; u < VECS; u++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+        if (i >= n) continue;
+        const float4 y = norm_value(v[u], f, w[u]);
+        *(uint2 *)(a.norms + row * (size_t)n + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+    }
+}
+
+/* Four halves as floats. */
+DEVICE float4 halves4(const uint16_t *p) {
+    const uint2 h = *(const uint2 *)p;
+    return make_float4(half_to_f32((uint16_t)h.x), half_to_f32((uint16_t)(h.x >> 16)), half_to_f32((uint16_t)h.y),
+                       half_to_f32((uint16_t)(h.y >> 16)));
+}
+DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* y (n_tok, n) in halves = x (n_tok, n), n % 4 == 0; factor not 0: SiLU(factor x). */
+struct halves_args {
+    const float *x;
+    uint16_t *y;
+    int n;
+    float factor;
+};
+
+/* Grid: (ceil(n / 1024), n_tok), block: 256. Moves 6 bytes a value. */
+__global__ void __launch_bounds__(256) k_to_halves(struct halves_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int i = 4 * (int)(blockIdx.x * 256 + threadIdx.x);
+    const size_t at = (size_t)blockIdx.y * (size_t)a.n + (size_t)i;
+    if (i >= a.n) return;
+    const float4 v = *(const float4 *)(a.x + at);
+    auto value = [&](float x) { return a.factor == 0 ? x : a.factor * x * logistic(a.factor * x); };
+    *(uint2 *)(a.y + at) = make_uint2(clamped_f16x2(value(v.x), value(v.y)), clamped_f16x2(value(v.z), value(v.w)));
+}
+static void to_halves(const float *x, uint16_t *y, int n, int n_tok, float factor, cudaStream_t s) {
+    const struct halves_args a = {x, y, n, factor};
+    LAUNCH_PDL(k_to_halves, dim3((unsigned)((n + 1023) / 1024), (unsigned)n_tok), 256, 0, s, a);
+}
+
+/* out = the mean over the streams of sigmoid(up) * norms. */
+struct read_args {
+    const uint16_t *norms, *up; /* (n_tok, n_hc, n) */
+    uint16_t *h16;              /* (n_tok, n), NULL: not in halves */
+    float *h32;                 /* (n_tok, n) */
+    int n, n_hc;
+};
+
+/* Grid: (ceil(n / 1024), n_tok), block: 256, four columns a thread. Reads 4 bytes a value of the streams: latency. */
+__global__ void __launch_bounds__(256) k_streams_read(const __grid_constant__ struct read_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int i = 4 * (int)(blockIdx.x * 256 + threadIdx.x), n = a.n;
+    const size_t t = blockIdx.y, at = t * (size_t)n + (size_t)i;
+    const float each = 1.0f / (float)a.n_hc;
+    float4 y = make_float4(0, 0, 0, 0);
+    if (i >= n) return;
+    UNROLL_BY(4) for (int j = 0; j < a.n_hc; j++) {
+        const size_t from = (t * (size_t)a.n_hc + (size_t)j) * (size_t)n + (size_t)i;
+        const float4 x = halves4(a.norms + from), up = halves4(a.up + from);
+        y = make_float4(fmaf(logistic(up.x), x.x, y.x), fmaf(logistic(up.y), x.y, y.y), fmaf(logistic(up.z), x.z, y.z),
+                        fmaf(logistic(up.w), x.w, y.w));
+    }
+    y = make_float4(y.x * each, y.y * each, y.z * each, y.w * each);
+    *(float4 *)(a.h32 + at) = y;
+    if (a.h16) *(uint2 *)(a.h16 + at) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+}
+
+/* Rows of the table of n-grams, and what they add to the streams. A token's ring row has for every stream what is under
+ * the convolution, then the token's id. */
+struct ngram_args {
+    struct batch_ref batch;
+    const int32_t *tokens;
+    struct ngram table;            /* its rows are in pinned memory of the host, as in the file */
+    uint64_t inverse[NGRAM_HEADS]; /* floor((2^64 - 1) / n_row) of a head, see ngram_divide */
+    float scale;                   /* of the table's values */
+    uint16_t *rows;                /* (n_tok, n_head * table.row) */
+    struct cache_tensor ring;
+
+    float *streams;                    /* (n_tok, n_hc, n) */
+    const uint16_t *norms, *keys;      /* (n_tok, n_hc, n) */
+    const float *value;                /* (n_tok, n) */
+    const float *key_norm, *conv_norm; /* (n_hc, n) */
+    const float *taps;                 /* (n_hc * n, table.n_conv), the last one a token's own */
+    float *gates; /* (n_tok, 2, n_hc) factors of the values in the streams, and in their norms under the convolution */
+    int n, n_hc;
+    float eps;
+    int first;      /* token of the batch that the launch begins with; */
+    bool add, keep; /* it adds to the streams; the ring gets its tokens */
+};
+
+/* The ring's row of position p, which is before the batch or one of those that it keeps. */
+DEVICE float *ngram_kept(const struct ngram_args &a, const struct run &u, int p) {
+    return (float *)(a.ring.data + (size_t)run_row(u, a.ring, p) * a.ring.row_bytes);
+}
+
+/* The id of row t of the batch. One of -1, where the host has to choose, counts as 0: the forward is thrown away. */
+DEVICE int32_t ngram_id(const struct ngram_args &a, int t) { return max(a.tokens[t], 0); }
+
+/* The table's row that a head chooses for token t: ngrams_choose of moe.c. */
+DEVICE size_t ngram_row(const struct ngram_args &a, int t, int head) {
+    const struct ngram &g = a.table;
+    const struct run &u = a.batch.run(t);
+    const int pos = run_base(u) + t, n = 2 + head / g.per_size;
+    int64_t mixed = 0;
+    bool ended = false;
+    UNROLL_BY(1) for (int s = 0; s < n; s++) {
+        int32_t id = g.eos;
+        if (!ended && s <= pos)
+            id = pos - s < u.pos ? (int32_t)ngram_kept(a, u, pos - s)[a.n_hc * a.n] : ngram_id(a, t - s);
+        ended |= s && id == g.eos;
+        mixed ^= id * g.multiplier[s];
+    }
+    /* mixed < 2^63: the quotient is exact or one too small */
+    const uint64_t n_row = (uint64_t)g.n_row[head], quotient = __umul64hi((uint64_t)mixed, a.inverse[head]);
+    const uint64_t rest = (uint64_t)mixed - quotient * n_row;
+    return (size_t)g.offset[head] + (size_t)(rest >= n_row ? rest - n_row : rest);
+}
+
+/* Prepares the divisions of hashes. */
+static void ngram_divide(struct ngram_args *a) {
+    for (int i = 0; i < a->table.n_head; i++) a->inverse[i] = ~(uint64_t)0 / (uint64_t)a->table.n_row[i];
+}
+
+/* Grid: (ceil(n_head / 4), n_tok), block: 128, a warp for each row. Reads the host's memory over the bus: a latency of
+ * that, which all rows of a token share, and few bytes. */
+__global__ void __launch_bounds__(128) k_ngram_rows(const __grid_constant__ struct ngram_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct ngram &g = a.table;
+    const int head = (int)(blockIdx.x * 4 + threadIdx.x / WARP), t = (int)blockIdx.y;
+    if (head >= g.n_head || t >= a.batch.at->n_tok) return;
+    const uint8_t *row = g.table.data + ngram_row(a, t, head) * g.table.row_bytes;
+    uint16_t *to = a.rows + ((size_t)t * (size_t)g.n_head + (size_t)head) * (size_t)g.row;
+    UNROLL_BY(4)
+    for (int i = (int)threadIdx.x % WARP; i < g.row; i += WARP)
+        to[i] = clamped_f16(raw_value(g.table.type, row, i) * a.scale);
+}
+
+/* The gates of a token and stream: of the product of the stream's norm with the norm of its key.
+ * Grid: (n_hc, n_tok), block: NORM_THREADS. Moves 16 bytes per value: latency. */
+__global__ void __launch_bounds__(NORM_THREADS) k_ngram_gate(const __grid_constant__ struct ngram_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int j = (int)blockIdx.x, n = a.n;
+    const size_t t = blockIdx.y, row = (t * (size_t)a.n_hc + (size_t)j) * (size_t)n;
+    float squares = 0, product = 0, values = 0;
+    UNROLL_BY(2) for (int i = 4 * (int)threadIdx.x; i < n; i += 4 * NORM_THREADS) {
+        const float4 k = halves4(a.keys + row + i), q = halves4(a.norms + row + i);
+        const float4 w = *(const float4 *)(a.key_norm + (size_t)j * (size_t)n + i);
+        const float4 v = *(const float4 *)(a.value + t * (size_t)n + i);
+        squares += k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w;
+        product += k.x * w.x * q.x + k.y * w.y * q.y + k.z * w.z * q.z + k.w * w.w * q.w;
+        values += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    squares = block_sum<NORM_THREADS>(squares);
+    __syncthreads(); /* the next sum overwrites this one's */
+    product = block_sum<NORM_THREADS>(product);
+    __syncthreads(); /* likewise */
+    values = block_sum<NORM_THREADS>(values);
+    if (threadIdx.x) return;
+    product *= rsqrtf(squares / (float)n + a.eps) / sqrtf((float)n);
+    const float root = sqrtf(fmaxf(fabsf(product), 1e-6f));
+    const float gate = logistic(product > 0 ? root : product < 0 ? -root : 0.0f);
+    float *to = a.gates + t * 2 * (size_t)a.n_hc + j;
+    to[0] = gate;
+    to[a.n_hc] = gate * rsqrtf(gate * gate * values / (float)n + a.eps);
+}
+
+/* Adds the values, and their convolution, to the streams; what is under the convolution goes to the ring. In prefill,
+ * where that overwrites rows that are read, in a launch of its own.
+ * Grid: (ceil(n / 1024), n_hc, tokens from `first` on), block: 256, four columns a thread. Reads 4 n_conv bytes of values
+ * and of taps per column, from L2: latency. */
+__global__ void __launch_bounds__(256) k_ngram_add(const __grid_constant__ struct ngram_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct ngram &g = a.table;
+    const int i = 4 * (int)(blockIdx.x * 256 + threadIdx.x), j = (int)blockIdx.y, t = a.first + (int)blockIdx.z;
+    const int n = a.n;
+    if (i >= n || t >= a.batch.at->n_tok) return;
+    const struct run &u = a.batch.run(t);
+    const int pos = run_base(u) + t;
+    const size_t column = (size_t)j * (size_t)n + (size_t)i;
+    const float4 w = *(const float4 *)(a.conv_norm + column);
+    auto normed = [&](int p) {
+        const int row = t - (pos - p);
+        if (p < u.pos) return *(const float4 *)(ngram_kept(a, u, p) + column);
+        return norm_value(*(const float4 *)(a.value + (size_t)row * (size_t)n + i),
+                          a.gates[(size_t)(2 * row + 1) * (size_t)a.n_hc + j], w);
+    };
+    if (a.add) {
+        float4 y = make_float4(0, 0, 0, 0);
+        UNROLL_BY(1) for (int c = 0; c < g.n_conv; c++) {
+            const int p = pos - (g.n_conv - 1 - c) * g.size;
+            const float *tap = a.taps + column * (size_t)g.n_conv + c;
+            if (p < 0) continue;
+            const float4 x = normed(p);
+            y.x = fmaf(tap[0], x.x, y.x);
+            y.y = fmaf(tap[g.n_conv], x.y, y.y);
+            y.z = fmaf(tap[2 * g.n_conv], x.z, y.z);
+            y.w = fmaf(tap[3 * g.n_conv], x.w, y.w);
+        }
+        float4 *to = (float4 *)(a.streams + (size_t)t * (size_t)(a.n_hc * n) + column);
+        const float4 v = *(const float4 *)(a.value + (size_t)t * (size_t)n + i), x = *to;
+        const float gate = a.gates[(size_t)(2 * t) * (size_t)a.n_hc + j];
+        auto sum = [&](float was, float value, float c) { return fmaf(gate, value, was) + c * logistic(c); };
+        *to = make_float4(sum(x.x, v.x, y.x), sum(x.y, v.y, y.y), sum(x.z, v.z, y.z), sum(x.w, v.w, y.w));
+    }
+    if (!a.keep) return;
+    float *kept = ngram_kept(a, u, pos);
+    *(float4 *)(kept + column) = normed(pos);
+    if (!i && !j) kept[a.n_hc * n] = (float)ngram_id(a, t);
 }
 
 /* ============================================================================================================
@@ -3744,11 +4029,11 @@ enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PE
 #define ATTN_LOG2_E 1.44269504f
 
 /* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's
- * weights, NULL: no norm; t: the token. */
-template <int PER>
-DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
+ * weights, NULL: no norm. cosine(i), sine(i): of pair i. */
+template <int PER, class COSINE, class SINE>
+DEVICE void rope_head_by(const struct rope_args &p, const float *src, const float *w, int n, COSINE cosine, SINE sine,
+                         float x[PER]) {
     const int lane = threadIdx.x & 31, half = p.rope / 2;
-    const float *cs = p.cs + (size_t)t * half, *sn = p.sn + (size_t)t * half;
     float ss = 0;
     UNROLL for (int j = 0; j < PER; j++) {
         x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
@@ -3764,8 +4049,16 @@ DEVICE void rope_head(const struct rope_args &p, const float *src, const float *
         const bool low = p.pairs ? !(c & 1) : c < half; /* it comes first of the two */
         const int o = p.pairs ? c ^ 1 : low ? c + half : c - half, r = p.pairs ? c >> 1 : low ? c : o;
         const float u = src[o] * factor(o); /* read again: cheaper than moving it between lanes */
-        x[j] = low ? x[j] * cs[r] - u * sn[r] : u * sn[r] + x[j] * cs[r];
+        x[j] = low ? x[j] * cosine(r) - u * sine(r) : u * sine(r) + x[j] * cosine(r);
     }
+}
+
+/* The same for token t of the batch. */
+template <int PER>
+DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
+    const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
+    rope_head_by<PER>(
+        p, src, w, n, [&](int i) { return cs[i]; }, [&](int i) { return sn[i]; }, x);
 }
 
 /* Writes the key (v false) or the value of token t and KV head i to the cache, with one warp. */
@@ -4248,7 +4541,8 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     w->end = min(w->begin + per_split, keys);
     w->factor = a.scale * ATTN_LOG2_E;
     const bool list = ONE_KV ? a.top_k && compressed > a.top_k : pos + t >= a.top_k;
-    w->chosen = list ? a.chosen + (size_t)(t * a.n_head_kv + kvh) * a.n_topk : NULL;
+    const int of = END == POOL_END ? t : t * a.n_head_kv + kvh; /* with pools all KV heads have one list */
+    w->chosen = list ? a.chosen + (size_t)of * a.n_topk : NULL;
     w->shift = a.block_shift;
     w->window = min(pos + t + 1, a.window);
     w->first = pos + t + 1 - w->window;
@@ -4370,9 +4664,10 @@ DEVICE int attn_chosen(const struct attn_work &w, int key) {
     return w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1));
 }
 
-/* The same for chosen keys, blocks of one or (POOLS) of 2^w.shift. */
+/* The same for chosen keys, blocks of one or (POOLS) of 2^w.shift; first: the byte of a row. */
 template <int ROW, int N, int LANES, bool POOLS>
-DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct attn_work &w, int key, int lane) {
+DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, int first, const struct attn_work &w, int key,
+                      int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     UNROLL_BY(PASSES > 8 ? 1 : 4)
@@ -4380,7 +4675,7 @@ DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct at
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
             const bool in = key + row < w.end;
             const int from = w.k.at(in && w.chosen ? attn_chosen<POOLS>(w, key + row) : key + row);
-            cp_async16(to + kv_at<ROW>(row, at), p.data + (size_t)from * p.row_bytes + at, in);
+            cp_async16(to + kv_at<ROW>(row, at), p.data + (size_t)from * p.row_bytes + first + at, in);
         }
 }
 
@@ -4696,8 +4991,9 @@ struct attn_bias {
 /* What a kernel of grouped-query attention is for. */
 enum gqa_form {
     GQA_PLAIN,
-    GQA_CHOSEN, /* tokens see chosen keys */
-    GQA_BIASED  /* scores have a bias by distance */
+    GQA_CHOSEN, /* tokens see chosen blocks of keys, of which a step has one */
+    GQA_BIASED, /* scores have a bias by distance */
+    GQA_MEANS   /* tokens see chosen blocks, of which a step has several, and after them the incomplete one */
 };
 
 /* GQA decode: rotation of the queries, new rows of the cache, and the result of 16 rows of one KV head. A block
@@ -4706,7 +5002,7 @@ enum gqa_form {
  * and a ring in shared memory of its own (slots: 16 rows of K, of V, of K, ..); warps meet only at the end. Reads
  * keys * (K + V) values of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM
  * 64 KB are in flight per SM, enough for 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB).
- * GQA_CHOSEN: in prefill too; k_rope_gqa has made queries and new rows. GQA_BIASED: k_rel_prepare has. */
+ * GQA_CHOSEN, GQA_MEANS: in prefill too; k_rope_gqa has made queries and new rows. GQA_BIASED: k_rel_prepare has. */
 template <int K, int V, int FP8>
 struct attn_gqa {
     static constexpr int ES = FP8 ? 1 : 2, SLOT = 16 * (K > V ? K : V) * ES, FIT = ATTN_SMEM / (4 * SLOT);
@@ -4719,14 +5015,15 @@ struct attn_gqa {
 template <int K, int V, int FP8, int FORM>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     using L = attn_gqa<K, V, FP8>;
-    constexpr bool CHOSEN = FORM == GQA_CHOSEN, MADE = FORM != GQA_PLAIN;
+    constexpr bool MEANS = FORM == GQA_MEANS, CHOSEN = FORM == GQA_CHOSEN || MEANS, MADE = FORM != GQA_PLAIN;
     /* ES: bytes of a cache value. RUN: values of a key that a lane loads at once. PER_RUN: k16-steps that they feed. */
     constexpr int ES = L::ES, K_ROW = K * ES, V_ROW = V * ES, DEPTH = L::DEPTH, RUN = kv_run(FP8, K), PER_RUN = RUN / 4;
     constexpr int STORE = (K > V ? K : V) / 32;
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = CHOSEN ? attn_begin_topk<false, BLOCK_END>(&w, a, 16) : attn_begin<true>(&w, a, 16);
+    const bool work = CHOSEN                              ? attn_begin_topk < false,
+               MEANS ? POOL_END : BLOCK_END > (&w, a, 16) : attn_begin<true>(&w, a, 16);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -4750,7 +5047,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     auto copy = [&](int u) {
         uint8_t *to = next_slot(write_slot);
         int key = first + 64 * (u >> 1);
-        if (u < 2 * n && K == V) {
+        if (MEANS) {
+            if (u < 2 * n) kv_gather<K_ROW, 16, 32, true>(to, u & 1 ? a.v : a.k, w.kvh * K_ROW, w, key, lane);
+        } else if (u < 2 * n && K == V) {
             kv_copy<K_ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * K_ROW, key, attn_back<CHOSEN>(w, key), low, w.end,
                                    lane);
         } else if (u < 2 * n) {
@@ -4796,8 +5095,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     if (n_new) copies();
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
     auto factors = [&](int i) {
-        const int key = first + 64 * i;
-        return attn_factor<FP8>(a, w, lane >= 16, key + (lane & 15), attn_back<CHOSEN>(w, key), low);
+        const int key = first + 64 * i, mine = key + (lane & 15);
+        return attn_factor<FP8>(a, w, lane >= 16, mine, FP8 || !MEANS ? attn_back<CHOSEN>(w, MEANS ? mine : key) : 0,
+                                low);
     };
     float next = factors(0);
 
@@ -4931,8 +5231,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         if constexpr (ONE_KV) {
             if (i < n) kv_gather_csa<ROW, KEYS, 256>(to, a, w, key, tid);
         } else if (i < n && CHOSEN) {
-            kv_gather<ROW, KEYS, 256, POOLS>(to, a.k, w, key, tid);
-            if constexpr (ROPE > 0) kv_gather<L::ROPE_ROW, KEYS, 256, POOLS>(to + KEYS * ROW, a.v, w, key, tid);
+            kv_gather<ROW, KEYS, 256, POOLS>(to, a.k, 0, w, key, tid);
+            if constexpr (ROPE > 0) kv_gather<L::ROPE_ROW, KEYS, 256, POOLS>(to + KEYS * ROW, a.v, 0, w, key, tid);
         } else if (i < n) {
             kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, attn_back<false>(w, key), 0, w.end, tid);
             if constexpr (ROPE > 0)
@@ -5458,6 +5758,9 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
 /* Whether there are kernels of grouped-query attention over chosen keys for these head widths. */
 __host__ __device__ constexpr bool attn_chooses(int dk, int dv) { return dk == dv && (dk == 64 || dk == 128); }
 
+/* The same over blocks of a few keys. */
+__host__ __device__ constexpr bool attn_chooses_few(int dk, int dv) { return dk == dv && dk >= 64; }
+
 /* The same with a bias by distance. */
 __host__ __device__ constexpr bool attn_biased(int dk, int dv) { return dk == dv && dk <= 128; }
 
@@ -5467,6 +5770,8 @@ static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s)
     attn_kernel_fn *decode = attn_gqa_decode<K, V, FP8, GQA_PLAIN>, *many = attn_gqa_prefill<K, V, FP8, false>;
     if constexpr (attn_chooses(K, V))
         if (a->top_k) decode = attn_gqa_decode<K, V, FP8, GQA_CHOSEN>;
+    if constexpr (attn_chooses_few(K, V))
+        if (a->top_k && a->block_end == POOL_END) decode = attn_gqa_decode<K, V, FP8, GQA_MEANS>;
     if constexpr (attn_biased(K, V))
         if (a->rel) decode = attn_gqa_decode<K, V, FP8, GQA_BIASED>, many = attn_gqa_prefill<K, V, FP8, true>;
     if (prefill && !a->top_k) attn_run(a, many, 64, 128, attn_tiled<K, V, FP8>::SMEM, s);
@@ -5743,7 +6048,8 @@ static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cuda
  *
  * Chooses the keys that a query sees. k_index_store norms and rotates the indexer's keys and queries. For latent
  * attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) k_index_scores adds up, over the indexer's heads, weight *
- * max(0, q.k). For grouped-query attention (MiniMax-M3) k_index_blocks finds the largest q.k of parts of every block
+ * max(0, q.k), and where a block of keys has one key, the mean of theirs (Qwen3.8-Flash-Next), the same without
+ * weights. For grouped-query attention (MiniMax-M3) k_index_blocks finds the largest q.k of parts of every block
  * of keys, for each head, whose KV head has a list of its own. k_index_choose finds the last score of a query that is
  * among the largest, by radix selection, and lists the blocks from it on. A query whose context has at most top_k
  * keys sees all of them, and has no list.
@@ -5763,9 +6069,9 @@ enum {
 struct index_args {
     struct rope_args rope; /* of queries and keys: q, k, their norms, q16 and kp; d is the width of a head */
     const float *bias;     /* (width) keys have LayerNorm with it; NULL: RMSNorm */
-    const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart, */
+    const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart; NULL: 1 */
     size_t w_stride;
-    float score_scale; /* and a factor of the scores */
+    float score_scale; /* factor of the scores */
     float *scores;     /* (n_tok, n_list, n_scores) of keys, or of parts of blocks */
     int32_t *chosen;   /* (n_tok, n_list, n_topk) ascending blocks; with pools the last is the unfinished one */
     float *pooled; /* (n_tok, width) gets the normed keys, which pools are made of, k_stride apart; NULL: the cache */
@@ -5774,9 +6080,36 @@ struct index_args {
     int top_k, n_list, n_topk, n_chosen, n_scores; /* n_chosen: of n_topk those that scores choose */
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
     int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
+    /* means: a key is made of the mean of 2^shift tokens' keys, of which the ring has those before the batch */
+    bool means, keep; /* keep: the ring gets those of the batch */
+    struct cache_tensor ring;
+    struct rope_table table; /* of the rotation: a key is rotated as the first of its tokens */
 };
 
-/* Norm and rotation of the indexer's queries, and of its key of a token, which goes to the cache.
+/* The key of the block that ends with row t, with one warp: the mean of its tokens' keys, normed and rotated, goes to the
+ * cache. mean: (d) memory of the warp. */
+template <int PER>
+DEVICE void index_mean_store(const struct index_args &a, const struct run &u, int t, float *mean) {
+    const struct rope_args &p = a.rope;
+    const int lane = threadIdx.x & 31, pos = run_base(u) + t, from = pos + 1 - (1 << a.shift);
+    const float each = 1.0f / (float)(1 << a.shift);
+    float x[PER] = {};
+    UNROLL_BY(4) for (int q = from; q <= pos; q++) {
+        const float *key = q < u.pos ? (const float *)(a.ring.data + (size_t)run_row(u, a.ring, q) * a.ring.row_bytes)
+                                     : p.k + (size_t)(t - (pos - q)) * p.k_stride;
+        UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < p.d) x[j] = fmaf(each, key[lane + 32 * j], x[j]);
+    }
+    UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < p.d) mean[lane + 32 * j] = x[j];
+    __syncwarp(); /* the mean is complete */
+    auto angle = [&](int i) { return (float)from * a.table.freq[i]; };
+    rope_head_by<PER>(
+        p, mean, p.k_norm, p.d, [&](int i) { return cosf(angle(i)) * a.table.factor; },
+        [&](int i) { return sinf(angle(i)) * a.table.factor; }, x);
+    cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, pos >> a.shift), 0, 0, p.d, x);
+}
+
+/* Norm and rotation of the indexer's queries, and of its key of a token, which goes to the cache; with means of the key
+ * of the block that ends with the token.
  * Grid: (ceil((n_index + 1) / 4), n_tok), block: 128, one warp per row. Reads q and k once. */
 __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ struct index_args a) {
     enum { PER = INDEX_WIDTH / 32 };
@@ -5794,6 +6127,14 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         return;
     }
     const float *key = p.k + (size_t)t * p.k_stride;
+    if (a.means) {
+        const struct run &u = p.batch.run(t);
+        const int pos = run_base(u) + t;
+        float *kept = (float *)(a.ring.data + (size_t)run_row(u, a.ring, pos) * a.ring.row_bytes);
+        for (int i = lane; i < n && a.keep; i += 32) kept[i] = key[i];
+        if (t < p.batch.at->n_tok && (pos + 1) % (1 << a.shift) == 0) index_mean_store<PER>(a, u, t, row);
+        return;
+    }
     if (a.bias) {
         float sum = 0, square = 0;
         UNROLL for (int j = 0; j < PER; j++) {
@@ -5832,7 +6173,10 @@ __host__ __device__ constexpr int index_parts(int block) { return block / index_
 /* Scores of a list in a context of n_ctx tokens: of keys, which may be compressed, or of parts of blocks. */
 static int index_scores_of(const struct layer *layer, int n_ctx) {
     const struct attn *a = &layer->attn;
-    const int part = layer->mixer == MIXER_GQA ? index_part(a->index_block) : a->compress_ratio ? a->compress_ratio : 1;
+    const int part = a->index_means              ? a->index_block
+                     : layer->mixer == MIXER_GQA ? index_part(a->index_block)
+                     : a->compress_ratio         ? a->compress_ratio
+                                                 : 1;
     return (n_ctx + part - 1) / part;
 }
 
@@ -5914,7 +6258,8 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
                 typename L::products acc = {};
                 keys.multiply(acc, q + (tok * m_tiles + m) * L::STEPS * 32, lane);
                 const int h = 16 * m + g;
-                const float w0 = h < n_index ? w[h] : 0, w1 = h + 8 < n_index ? w[h + 8] : 0;
+                auto weight = [&](int i) { return i >= n_index ? 0.0f : a.w ? w[i] : 1.0f; };
+                const float w0 = weight(h), w1 = weight(h + 8);
                 UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) sum[i][e] =
                     fmaf(w1, fmaxf(acc[i][e + 2], 0), fmaf(w0, fmaxf(acc[i][e], 0), sum[i][e]));
             }
@@ -6085,6 +6430,7 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
         int width;
         index_kernel *kernel[2][2]; /* keys or blocks; BF16, FP8 */
     } table[] = {
+        {32, {{k_index_scores<32, 0>, k_index_scores<32, 1>}, {}}},
         {64, {{k_index_scores<64, 0>, k_index_scores<64, 1>}, {k_index_blocks<64, 0>, k_index_blocks<64, 1>}}},
         {128, {{k_index_scores<128, 0>, k_index_scores<128, 1>}, {k_index_blocks<128, 0>, k_index_blocks<128, 1>}}},
     };
@@ -6495,7 +6841,7 @@ DEVICE float delta_beta(const struct delta_args &a, const struct run &u, int pos
 }
 
 /* Norms and gates a head's result o of a token, with one warp, and stores it. o (head_v), z: the head's gates, out: its
- * place. KDA: the gates are sigmoids, not SiLU. */
+ * place. KDA: the gates are sigmoids, otherwise SiLU or these. */
 template <bool KDA>
 DEVICE void delta_finish(const struct delta_args &a, const float *o, const float *z, uint16_t *out) {
     const int lane = threadIdx.x & 31, dv = a.shape.head_v;
@@ -6509,7 +6855,7 @@ DEVICE void delta_finish(const struct delta_args &a, const float *o, const float
         const int c = lane + 32 * u;
         if (c >= dv) continue;
         const float y = x[u] * f * a.norm[c];
-        out[c] = clamped_f16(KDA ? sigmoid(z[c]) * y : silu_mul(z[c], y));
+        out[c] = clamped_f16(KDA || a.shape.sigmoid_gate ? sigmoid(z[c]) * y : silu_mul(z[c], y));
     }
 }
 
@@ -7996,6 +8342,7 @@ struct cuda {
     float *cs, *sn;           /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
     float *row_sums;          /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
     float *hc_sums;           /* sums of the streams, see struct hc_args */
+    float *ngram_gates;       /* see struct ngram_args */
     float *index_scores;      /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
     int32_t *topk_blocks;     /* and the blocks that it chose, as in struct attn_args */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
@@ -8596,18 +8943,19 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act partial,
     all_reduce(r, a, true);
 }
 
-/* Adds up the partial sums of all ranks in a slot, in place. */
-static void all_reduce_sum(struct rank *r, enum act partial) {
+/* The partial sums of all ranks become this rank's, of `rows` rows of n_embd values for each token. */
+static void partials_sum(struct rank *r, enum act partial, int rows) {
+    float *x = r->cuda->x32[partial];
     if (rank_alone(r)) return;
-    struct norm_args sum = norm_of(r, NULL, r->n_tok, r->width[partial], r->cuda->x32[partial], NULL, A_H);
-    sum.sum = r->cuda->x32[partial];
-    all_reduce(r, sum, true);
+    struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, r->m->n_embd, x, NULL, A_H);
+    sum.sum = x;
+    all_reduce(r, sum, rows == 1); /* NCCL's buffers have room for one */
 }
 
 static void cuda_add_result(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
     struct result_args a = {};
-    all_reduce_sum(r, s->in[0]);
+    partials_sum(r, s->in[0], 1);
     a.x = c->x32[s->x];
     a.partial = c->x32[s->in[0]];
     a.result = s->result;
@@ -8627,12 +8975,7 @@ static void cuda_add_result(struct rank *r, const struct step *s) {
 static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hyper *hc, const float *w, enum act h) {
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
-    if (partial != ACT_COUNT && !rank_alone(r)) {
-        const int rows = partial == A_JOINED ? GPU_HC : 1; /* NCCL's buffers have room for one */
-        struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, m->n_embd, c->x32[partial], NULL, h);
-        sum.sum = c->x32[partial];
-        all_reduce(r, sum, rows == 1);
-    }
+    if (partial != ACT_COUNT) partials_sum(r, partial, partial == A_JOINED ? (int)GPU_HC : 1);
     struct hc_args a = {};
     a.streams = c->x32[A_HC];
     a.partial = partial == ACT_COUNT || partial == A_JOINED ? NULL : c->x32[partial];
@@ -8657,6 +9000,27 @@ static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hy
     a.x = c->x32[x];
     profile_next((double)a.n_row * GPU_HC * a.n * sizeof(float), "%dx%d f32", a.n_row, GPU_HC * a.n);
     hc_launch(&a, c->stream);
+}
+
+/* Takes the partial sums of all ranks into the streams of a low rank (ACT_COUNT: there are none). Then A_NORMS = the norms
+ * of these; w NULL: nothing more. */
+static void streams_norm(struct rank *r, enum act partial, const float *w, const struct l2_prefetch &prefetch) {
+    struct cuda *c = r->cuda;
+    struct stream_args a = {};
+    if (partial != ACT_COUNT) partials_sum(r, partial, 1);
+    a.streams = c->x32[A_HC];
+    a.partial = partial == ACT_COUNT ? NULL : c->x32[partial];
+    a.mix = c->x32[A_MIX];
+    a.weight = w;
+    a.norms = c->x16[A_NORMS];
+    a.n = r->m->n_embd;
+    a.n_hc = r->m->n_hc;
+    a.eps = r->m->rms_eps;
+    a.prefetch = prefetch;
+    const dim3 grid((unsigned)a.n_hc, (unsigned)r->n_tok);
+    profile_next(w ? 4.0 * a.n_hc * a.n : 0, "%d streams of %d", a.n_hc, a.n);
+    if (a.n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_streams_norm<4>, grid, NORM_THREADS, 0, c->stream, a);
+    else LAUNCH_PDL(k_streams_norm<8>, grid, NORM_THREADS, 0, c->stream, a);
 }
 
 /* A short convolution of slot x by the ring of a layer. */
@@ -8691,7 +9055,7 @@ static struct block_args blocks_of(struct rank *r, enum act partial, int il, boo
     a.factors = c->x32[A_MIX];
     a.mix_width = (size_t)r->width[A_MIX];
     if (partial == ACT_COUNT) return a;
-    all_reduce_sum(r, partial);
+    partials_sum(r, partial, 1);
     const struct layer *layer = &m->layers[il];
     a.conv = short_conv_of(r, il, ffn ? CACHE_CONV_FFN : CACHE_CONV_ATTN, partial);
     a.taps = ffn ? layer->conv_ffn : layer->conv_attn;
@@ -8728,6 +9092,8 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
             a.x = r->cuda->x32[x];
         }
         blocks_launch(r, a, 0);
+    } else if (r->m->hc_low) {
+        streams_norm(r, s->partial, NULL, l2_prefetch{});
     } else if (s->hc) {
         hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
     } else if (s->partial != ACT_COUNT) {
@@ -8810,7 +9176,8 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
     if (n_tok <= DECODE_MAX_TOKENS && !batch) {
         struct linear_args p = {};
         p.w[0] = *w;
-        p.y[0] = y32;
+        p.y[0] = y32 ? y32 : (float *)y16;
+        p.y_half = !y32;
         p.y_stride[0] = y_stride;
         p.n_matrix = 1;
         p.n_tok = n_tok;
@@ -8875,7 +9242,7 @@ static struct l2_prefetch prefetch_of_ffn(struct rank *r, const struct step *s) 
     const struct model *m = r->m;
     if (s[1].op == OP_linear)
         for (int i = 0; s[1].w[i]; i++) prefetch_add(r, &a, s[1].w[i]);
-    else if (s[1].il != s->il + 1 && m->shard.stage + 1 == m->shard.n_stage)
+    else if (s[1].il != s->il + 1 && m->shard.stage + 1 == m->shard.n_stage && !m->hc_low)
         prefetch_add(r, &a, s->il < m->n_layer ? &m->output : mtp_head(m, &m->layers[s->il]));
     return a;
 }
@@ -8951,6 +9318,85 @@ static void cuda_linear(struct rank *r, const struct step *s) {
     p.x = c->x16[x];
     p.x_stride = (size_t)r->width[x];
     gemv_linear(&p, c->stream);
+}
+
+/* Requests what the two products after it read, how streams are read and written, and after the last ones the head. */
+static void cuda_streams_norm(struct rank *r, const struct step *s) {
+    struct l2_prefetch a = {};
+    for (const struct step *next = s + 1; next < s + 3; next++)
+        for (int i = 0; next->w[i] && s[1].op == OP_linear; i++) prefetch_add(r, &a, next->w[i]);
+    if (s->il < 0) prefetch_add(r, &a, &r->m->output);
+    streams_norm(r, s->partial, s->norm, a);
+}
+
+static void cuda_streams_read(struct rank *r, const struct step *s) {
+    const struct model *m = r->m;
+    const enum act low = s->in[0], out = s->out[0];
+    struct cuda *c = r->cuda;
+    struct read_args a = {};
+    to_halves(c->x32[low], c->x16[low], m->hc_low, r->n_tok, 1.0f / (float)m->n_hc, c->stream);
+    linear_rows(r, s->w[0], low, A_MIX_UP);
+    a.norms = c->x16[s->in[1]];
+    a.up = c->x16[A_MIX_UP];
+    a.h16 = c->x16[out];
+    a.h32 = c->x32[out];
+    a.n = m->n_embd;
+    a.n_hc = m->n_hc;
+    LAUNCH_PDL(k_streams_read, dim3(ceil_div(a.n, 1024), (unsigned)r->n_tok), 256, 0, c->stream, a);
+}
+
+/* The arguments of kernels for the table of n-grams, before layer il. */
+static struct ngram_args ngram_args_of(const struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    struct cuda *c = r->cuda;
+    struct ngram_args a = {};
+    a.batch = batch_of(r);
+    a.tokens = c->tokens;
+    a.table = r->m->ngram;
+    a.scale = a.table.table.scale ? a.table.table.scale[0] : 1.0f;
+    a.ring = r->cache[il][CACHE_NGRAM];
+    a.streams = c->x32[A_HC];
+    a.key_norm = layer->ngram_key_norm;
+    a.conv_norm = layer->ngram_conv_norm;
+    a.taps = layer->ngram_conv;
+    a.gates = c->ngram_gates;
+    a.n = r->m->n_embd;
+    a.n_hc = r->m->n_hc;
+    a.eps = r->m->rms_eps;
+    return a;
+}
+
+static void cuda_ngrams(struct rank *r, const struct step *s) {
+    struct ngram_args a = ngram_args_of(r, s->il);
+    a.rows = r->cuda->x16[s->out[0]];
+    ngram_divide(&a);
+    profile_next((double)a.table.n_head * (double)a.table.table.row_bytes, "%d rows of %d", a.table.n_head,
+                 a.table.row);
+    LAUNCH_PDL(k_ngram_rows, dim3(ceil_div(a.table.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, a);
+}
+
+static void cuda_ngrams_add(struct rank *r, const struct step *s) {
+    struct cuda *c = r->cuda;
+    struct ngram_args a = ngram_args_of(r, s->il);
+    a.norms = c->x16[s->in[0]];
+    a.keys = c->x16[s->in[1]];
+    a.value = c->x32[s->in[2]];
+    const double values = (double)a.n_hc * a.n * sizeof(float);
+    const unsigned blocks = ceil_div(a.n, 1024), streams = (unsigned)a.n_hc;
+    profile_next(values, "%d streams of %d", a.n_hc, a.n);
+    LAUNCH_PDL(k_ngram_gate, dim3(streams, (unsigned)r->n_tok), NORM_THREADS, 0, c->stream, a);
+    a.add = true;
+    a.keep = r->n_tok <= DECODE_MAX_TOKENS; /* what such a forward reads and keeps fits into the ring together */
+    profile_next((1 + a.table.n_conv) * values + layer_reads(r->m, &r->m->layers[s->il], r->kv_type,
+                                                             (size_t)(r->pos + r->n_tok), CACHE_NGRAM, CACHE_NGRAM),
+                 "%d streams of %d", a.n_hc, a.n);
+    LAUNCH_PDL(k_ngram_add, dim3(blocks, streams, (unsigned)r->n_tok), 256, 0, c->stream, a);
+    if (a.keep) return;
+    const int kept = min(r->n_tok, a.ring.n_row);
+    a.add = false;
+    a.keep = true;
+    a.first = r->n_tok - kept;
+    LAUNCH_PDL(k_ngram_add, dim3(blocks, streams, (unsigned)kept), 256, 0, c->stream, a);
 }
 
 static void cuda_read_blocks(struct rank *r, const struct step *s) {
@@ -9068,7 +9514,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     const double key = (double)(k->row_bytes + cache_scale_bytes(k)),
                  value = (double)(v->row_bytes + cache_scale_bytes(v));
     const int len = r->pos + r->n_tok;
-    const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, a.top_k) : len;
+    const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, shape.top_k) : len;
     const int compressed = !shared || !shape.compress_ratio ? 0
                            : a.top_k                        ? min(len / shape.compress_ratio, a.top_k)
                                                             : len / shape.compress_ratio;
@@ -9132,7 +9578,7 @@ static void choose_keys(const struct rank *r, const struct attn &shape, struct a
     a->n_topk = attn_topk_blocks(&shape);
     while (1 << a->block_shift < shape.index_block) a->block_shift++;
     a->block_mask = shape.index_block - 1;
-    a->block_end = attn_pools(&shape) ? POOL_END : BLOCK_END;
+    a->block_end = index_by_block(&shape) ? POOL_END : BLOCK_END;
 }
 
 /* The heads' results in slot x times their gates. */
@@ -9285,19 +9731,6 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     delta_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
 }
 
-/* No model with these operations gets here: see gpu_lacks. */
-#define CUDA_LACKS(name)                                            \
-    static void cuda_##name(struct rank *r, const struct step *s) { \
-        (void)r;                                                    \
-        (void)s;                                                    \
-        rank_fatal(#name " is not supported on a GPU");             \
-    }
-CUDA_LACKS(streams_norm)
-CUDA_LACKS(streams_read)
-CUDA_LACKS(ngrams)
-CUDA_LACKS(ngrams_add)
-#undef CUDA_LACKS
-
 static void cuda_mamba(struct rank *r, const struct step *s) {
     const struct delta_args a = delta_args_of(r, s);
     mamba_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
@@ -9342,7 +9775,8 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const bool blocks = layer->mixer == MIXER_GQA, prefill = r->n_tok > DECODE_MAX_TOKENS, pools = attn_pools(&shape);
+    const bool blocks = layer->mixer == MIXER_GQA && !shape.index_means, prefill = r->n_tok > DECODE_MAX_TOKENS;
+    const bool pools = attn_pools(&shape);
     const int n_index = shape.n_index, width = shape.index_k;
     struct cuda *c = r->cuda;
     struct index_args a = {};
@@ -9355,22 +9789,33 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.rope.d = width;
     a.bias = layer->index_norm_bias;
     a.w_stride = (size_t)r->width[A_IW];
-    a.score_scale = 1.0f / sqrtf((float)(n_index * width));
+    a.score_scale = shape.index_means ? 1.0f : 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
-    a.top_k = pools ? attn_topk_chosen(&shape) : shape.top_k;
+    a.top_k = index_by_block(&shape) ? attn_topk_chosen(&shape) : shape.top_k;
     a.n_list = attn_topk_lists(&shape);
     a.n_topk = attn_topk_blocks(&shape);
     a.n_chosen = attn_topk_chosen(&shape);
     a.block = shape.index_block;
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
-    while (1 << a.shift < shape.compress_ratio) a.shift++;
-    if (layer->mixer != MIXER_CSA) {                                 /* csa_store has made keys and queries */
-        profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
+    while (1 << a.shift < (shape.index_means ? shape.index_block : shape.compress_ratio)) a.shift++;
+    if (shape.index_means) {
+        a.means = true;
+        a.keep = !prefill; /* the ring has room for such a batch after what a key is made of */
+        a.ring = r->cache[il][CACHE_INDEX_WINDOW];
+        a.table = rope_table_of(r, shape.rope);
+    }
+    if (layer->mixer != MIXER_CSA) { /* csa_store has made keys and queries */
+        const double ring = a.means ? layer_recent_reads(r->m, layer, r->kv_type, (size_t)(r->pos + r->n_tok)) : 0;
+        profile_next(8.0 * width + ring, "%d heads of %d", n_index, width); /* the norms: rows come from L2 */
         if (pools) a.pooled = c->x32[A_IK];
         LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     }
     if (pools) pools_store(r, il);
+    if (a.means && prefill) {
+        const struct short_conv keys = {c->x32[A_IK], (size_t)r->width[A_IK], a.ring, 0};
+        keep_conv(r, &keys, 1);
+    }
     index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
     const int most = INDEX_SCORES / (a.n_list * a.n_scores), rows = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
@@ -9381,7 +9826,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     for (a.first = dense; a.first < r->n_tok; a.first += step) {
         a.n_tok = min(r->n_tok - a.first, step);
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
-        a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
+        if (!shape.index_means) a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
         a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.n_list * a.n_topk);
         const int tokens = min(a.n_tok, a.block_tokens), keys = (r->pos + a.first + a.n_tok) >> a.shift;
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
@@ -10055,9 +10500,10 @@ static void cuda_logits(struct rank *r, const float *norm, const struct weight *
     const struct shard *shard = &r->m->shard;
     const struct mailbox *root = &r->cuda->mailbox[shard->stage * shard->n_rank];
     if (!c->logits) c->logits = root->logits; /* the root of several ranks: where the others push theirs */
-    struct norm_args a =
-        norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, norm, A_H);
-    add_norm<PARTIAL_OWN>(&a, (unsigned)n, c->stream);
+    float *x = c->x32[A_X] + (size_t)first * (size_t)r->width[A_X];
+    struct norm_args a = norm_of(r, x, n, r->width[A_X], NULL, norm, A_H);
+    if (norm) add_norm<PARTIAL_OWN>(&a, (unsigned)n, c->stream);
+    else to_halves(x, a.h16, a.n, n, 0, c->stream);
     /* With tied embeddings this is the whole embedding; the first rows are the first rank's. */
     struct device_matrix w = *head->copy;
     w.n_out = head->n_out;
@@ -10583,7 +11029,11 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     struct model *m = &c->model;
     char what[64];
     const bool tied = m->output.data == m->embd.data; /* one matrix is both */
-    double total = (double)(held_bytes(c, NULL, &m->embd) + (tied ? 0 : held_bytes(c, NULL, &m->output)));
+    struct weight *const whole[] = {&m->embd, &m->output, &m->hc_head.down, &m->hc_head.up};
+    static const char *const names[] = {"token_embd", "output", "output_hc_down", "output_hc_up"};
+    double total = 0;
+    for (struct weight *w : whole)
+        if (!tied || w != &m->output) total += (double)held_bytes(c, NULL, w);
     double done = 0;
     for (int il = 0; il < model_blocks(m); il++)
         for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
@@ -10595,13 +11045,14 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use %s--cpu",
                   total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30,
                   m->n_mtp ? "--spec-type none or " : "");
-    matrix_upload(r, NULL, &m->embd, "token_embd");
+    for (int i = 0; i < 4; i++)
+        if (!tied || whole[i] != &m->output) matrix_upload(r, NULL, whole[i], names[i]);
     if (tied) m->output.copy = m->embd.copy;
-    else matrix_upload(r, NULL, &m->output, "output");
     vector_upload(r, &m->output_norm, (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.fn, (size_t)(m->n_hc * m->n_hc) * (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.base, (size_t)m->n_hc, "norms");
     vector_upload(r, &m->hc_head.scale, 1, "norms");
+    vector_upload(r, &m->hc_head.norm, (size_t)(m->n_hc * m->n_embd), "norms");
     vector_upload(r, &m->embd_norm, (size_t)m->n_embd, "norms");
     vector_upload(r, &m->read_end, (size_t)m->n_embd, "norms");
     for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
@@ -10644,6 +11095,42 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     r->weight_bytes = c->allocated;
 }
 
+/* Whether a layer of the shard reads the table of n-grams. */
+static bool shard_ngrams(const struct model *m) {
+    for (int il = 0; il < model_blocks(m); il++)
+        if (m->layers[il].ngrams) return true;
+    return false;
+}
+
+/* Copies the table of n-grams to pinned memory of the host, once for the ranks of a stage: a token reads a few rows, of
+ * up to 100 GB. All ranks call it. */
+static void ngrams_upload(struct rank *r) {
+    struct cuda *c = r->cuda;
+    const struct shard shard = r->m->shard;
+    struct weight *w = &c->model.ngram.table;
+    const size_t bytes = (size_t)w->n_out * w->row_bytes, piece = STAGING_BYTES;
+    const bool reads = shard_ngrams(r->m);
+    void *mine = NULL, *all[MAX_RANKS];
+    uint64_t rng = 42;
+    if (!c->failed && reads && !shard.rank) {
+        char what[96];
+        snprintf(what, sizeof what, "%.2f GiB of host memory for the table of n-grams", (double)bytes / 0x1p30);
+        if (CUDA_OK(r, cudaHostAlloc(&mine, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
+            arrput(c->pinned, mine);
+    }
+    if (mine && r->m->synthetic) {
+        synth_fill((uint8_t *)mine, bytes, w->type, false, &rng);
+    } else if (mine) {
+        const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)w->data / page * page;
+        madvise((void *)from, (uintptr_t)w->data + bytes - from, MADV_SEQUENTIAL); /* not as a CPU reads it */
+#pragma omp parallel for schedule(dynamic)
+        for (size_t at = 0; at < bytes; at += piece)
+            memcpy((uint8_t *)mine + at, w->data + at, bytes - at < piece ? bytes - at : piece);
+    }
+    rank_all_gather(r, &mine, all, sizeof mine);
+    if (reads) w->data = (const uint8_t *)all[shard.stage * shard.n_rank];
+}
+
 /* Whether there is such a tensor but no copy of it. own: of r->m; host: of the shard. */
 static bool matrix_missing(const struct weight *own) { return own->data && !own->copy; }
 static bool vector_missing(const void *own, const void *host) { return host && own == host; }
@@ -10660,8 +11147,13 @@ static void upload_check(struct rank *r) {
                  {"output_hc_fn.weight", vector_missing(m->hc_head.fn, shard->hc_head.fn)},
                  {"output_hc_base.weight", vector_missing(m->hc_head.base, shard->hc_head.base)},
                  {"output_hc_scale.weight", vector_missing(m->hc_head.scale, shard->hc_head.scale)},
+                 {"output_hc_norm.weight", vector_missing(m->hc_head.norm, shard->hc_head.norm)},
+                 {"output_hc_down.weight", matrix_missing(&m->hc_head.down)},
+                 {"output_hc_up.weight", matrix_missing(&m->hc_head.up)},
                  {"token_embd_norm.weight", vector_missing(m->embd_norm, shard->embd_norm)},
-                 {"output_res.weight", vector_missing(m->read_end, shard->read_end)}};
+                 {"output_res.weight", vector_missing(m->read_end, shard->read_end)},
+                 {"per_layer_token_embd.weight",
+                  shard_ngrams(m) && vector_missing(m->ngram.table.data, shard->ngram.table.data)}};
     static const char why[] = "was not copied to the GPU, which is a mistake in the program";
     for (const auto &x : whole)
         if (x.missing) rank_fail(r, "tensor '%s' %s", x.name, why);
@@ -10992,17 +11484,20 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
                  "latent attention with a window, sinks or norms of rows (layer %d) is not supported on a GPU; "
                  "use --cpu",
                  il);
-    else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA))
+    else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA && !a->index_means))
         snprintf(why, ERR_MAX, "an indexer with keys of %d (layer %d) is not supported on a GPU; use --cpu", a->index_k,
                  il);
-    else if (attn_pools(a) && a->compress_ratio & (a->compress_ratio - 1))
-        snprintf(why, ERR_MAX, "an indexer of pools of %d keys (layer %d) is not supported on a GPU; use --cpu",
-                 a->compress_ratio, il);
-    else if (a->top_k && (kind == ATTN_GQA ? a->n_index > INDEX_ROWS
-                                           : index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10))
+    else if (index_by_block(a) && a->index_block & (a->index_block - 1))
+        snprintf(why, ERR_MAX, "an indexer of %s of %d keys (layer %d) is not supported on a GPU; use --cpu",
+                 a->index_means ? "blocks" : "pools", a->index_block, il);
+    else if (a->top_k &&
+             (kind == ATTN_GQA && !a->index_means ? a->n_index > INDEX_ROWS
+                                                  : index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10))
         snprintf(why, ERR_MAX, "an indexer with %d heads (layer %d) is not supported on a GPU; use --cpu", a->n_index,
                  il);
-    else if (a->top_k && kind == ATTN_GQA && (a->index_block % 16 || !attn_chooses(dk, dv) || a->window))
+    else if (a->top_k && kind == ATTN_GQA &&
+             (a->window ||
+              !(a->index_means ? attn_chooses_few(dk, dv) : a->index_block % 16 == 0 && attn_chooses(dk, dv))))
         snprintf(
             why, ERR_MAX,
             "attention over chosen blocks of %d keys with heads of %d and %d (layer %d) is not supported on a GPU; "
@@ -11050,8 +11545,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
                  "--tp",
                  m->shard.n_rank, m->shard.rank, il < 0 ? "the output after layer" : "layer",
                  m->first_layer + (il < 0 ? m->n_layer - 1 : il));
-    matrix_check(&m->embd, why);
-    matrix_check(&m->output, why);
+    for (const struct weight *w : {&m->embd, &m->output, &m->hc_head.down, &m->hc_head.up}) matrix_check(w, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         if (!layer_recurrent(layer)) attn_check(m, layer, m->first_layer + il, shape, why);
@@ -11314,6 +11808,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     struct cuda *c = r->cuda;
     if (!c->failed) rank_choose(r, o);
     if (!c->failed) weights_upload(r, r->index ? NULL : o->progress);
+    ngrams_upload(r);
     if (!c->failed) upload_check(r);
     if (!c->failed) programs_make(r);
     if (o->stats)

@@ -21,6 +21,7 @@ extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
 extern "C" void cuda_test_relative(void);
 extern "C" void cuda_test_results(void);
+extern "C" void cuda_test_ngrams(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
@@ -60,6 +61,7 @@ static const struct {
                     {"mamba", cuda_test_mamba},
                     {"relative", cuda_test_relative},
                     {"results", cuda_test_results},
+                    {"ngrams", cuda_test_ngrams},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
                     {"parallel", cuda_test_parallel},
@@ -496,6 +498,123 @@ static void result_of_residual(const char *launch, void *args) {
 }
 static void result_norm_in_one_format(const char *launch, void *args) {
     change_result(launch, args, [](auto &a) { a.h32 = a.x; });
+}
+
+template <class F>
+static void change_streams(const char *launch, void *args, F f) {
+    change_if<struct stream_args>(launch, "k_streams_norm", args, f);
+}
+static void streams_of_next(const char *launch, void *args) {
+    change_streams(launch, args, [](auto &a) { a.mix += a.partial ? 1 : 0; });
+}
+static void streams_without_result(const char *launch, void *args) {
+    change_streams(launch, args, [](auto &a) { a.partial = NULL; });
+}
+static void streams_weights_shifted(const char *launch, void *args) {
+    change_streams(launch, args, [](auto &a) { a.weight += a.weight ? 4 : 0; });
+}
+static void streams_counted_twice(const char *launch, void *args) {
+    change_if<struct halves_args>(launch, "k_to_halves", args, [](auto &a) { a.factor = a.factor != 0 ? 1 : 0; });
+}
+static void streams_not_squashed(const char *launch, void *args) {
+    change_if<struct halves_args>(launch, "k_to_halves", args, [](auto &a) { a.factor = 0; });
+}
+static void streams_one_fewer(const char *launch, void *args) {
+    change_if<struct read_args>(launch, "k_streams_read", args, [](auto &a) { a.n_hc--; });
+}
+static void streams_by_norms(const char *launch, void *args) {
+    change_if<struct read_args>(launch, "k_streams_read", args, [](auto &a) { a.up = a.norms; });
+}
+template <class F>
+static void change_ngrams(const char *launch, const char *kernel, void *args, F f) {
+    change_if<struct ngram_args>(launch, kernel, args, f);
+}
+static void ngrams_never_end(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.table.eos++; });
+}
+static void ngrams_multiplied_alike(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.table.multiplier[1] = a.table.multiplier[0]; });
+}
+static void ngrams_of_more(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.table.per_size++; });
+}
+static void ngrams_of_first_head(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) {
+        for (int i = 1; i < a.table.n_head; i++) a.table.offset[i] = 0;
+    });
+}
+static void ngrams_divided_alike(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) {
+        for (int i = 1; i < a.table.n_head; i++) a.table.n_row[i] = a.table.n_row[0];
+        ngram_divide(&a);
+    });
+}
+static void ngrams_of_next_token(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.tokens++; });
+}
+static void ngrams_ids_of_other_row(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.ring.n_row--; });
+}
+static void ngrams_scaled(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.scale *= 2; });
+}
+static void ngrams_key_weights(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_gate", args, [](auto &a) { a.key_norm = a.conv_norm; });
+}
+static void ngrams_gates_of_norms(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_gate", args, [](auto &a) { a.keys = a.norms; });
+}
+static void ngrams_gates_of_values(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_gate", args, [](auto &a) { a.value += 4; });
+}
+static void ngrams_of_neighbors(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.table.size--; });
+}
+static void ngrams_fewer_taps(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.table.n_conv -= a.table.n_conv > 1; });
+}
+static void ngrams_other_factors(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.gates += a.n_hc; });
+}
+static void ngrams_conv_weights(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.conv_norm = a.key_norm; });
+}
+static void ngrams_ring_not_kept(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.keep = !a.add; });
+}
+static void ngrams_ring_one_fewer(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.first += !a.add; });
+}
+static void ngrams_ring_shorter(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.ring.n_row--; });
+}
+template <class F>
+static void change_means(const char *launch, void *args, F f) {
+    change_if<struct index_args>(launch, "k_index_store", args, f);
+}
+static void means_not_kept(const char *launch, void *args) {
+    change_means(launch, args, [](auto &a) { a.keep = false; });
+}
+static void means_ring_shorter(const char *launch, void *args) {
+    change_means(launch, args, [](auto &a) { a.ring.n_row--; });
+}
+static void means_of_fewer(const char *launch, void *args) {
+    change_means(launch, args, [](auto &a) { a.shift--; });
+}
+static void means_rotated_longer(const char *launch, void *args) {
+    change_means(launch, args, [](auto &a) { a.table.factor *= 2; });
+}
+static void means_without_norm(const char *launch, void *args) {
+    change_means(launch, args, [](auto &a) { a.rope.k_norm = NULL; });
+}
+static void means_weighed(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_scores", args, [](auto &a) { a.rope.n_head--; });
+}
+static void means_one_fewer(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_choose", args, [](auto &a) { a.n_chosen--; });
+}
+static void means_by_next_token(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.chosen += a.chosen ? a.n_topk : 0; });
 }
 
 template <class F>
@@ -992,6 +1111,39 @@ static const struct {
                 {"relative", "the bias is that of the next distance", bias_of_next},
                 {"relative", "a relative state lacks its last values", bias_of_fewer},
                 {"relative", "tokens have the sinks of the first", bias_sinks_of_first},
+                {"ngrams", "streams get the part of the next", streams_of_next},
+                {"ngrams", "streams get no result", streams_without_result},
+                {"ngrams", "norms of streams have other weights", streams_weights_shifted},
+                {"ngrams", "the low rank counts every stream", streams_counted_twice},
+                {"ngrams", "the low rank is not squashed", streams_not_squashed},
+                {"ngrams", "the last stream is not read", streams_one_fewer},
+                {"ngrams", "streams are read by their norms", streams_by_norms},
+                {"ngrams", "n-grams go beyond the end of a text", ngrams_never_end},
+                {"ngrams", "tokens of n-grams have one multiplier", ngrams_multiplied_alike},
+                {"ngrams", "n-grams have other lengths", ngrams_of_more},
+                {"ngrams", "all heads have the rows of the first", ngrams_of_first_head},
+                {"ngrams", "all heads have as many rows as the first", ngrams_divided_alike},
+                {"ngrams", "n-grams end with the next token", ngrams_of_next_token},
+                {"ngrams", "ids come from other rows of the ring", ngrams_ids_of_other_row},
+                {"ngrams", "rows of n-grams are doubled", ngrams_scaled},
+                {"ngrams", "norms of keys have other weights", ngrams_key_weights},
+                {"ngrams", "gates are of norms alone", ngrams_gates_of_norms},
+                {"ngrams", "values under the convolution have another norm", ngrams_gates_of_values},
+                {"ngrams", "taps are closer than n-grams are long", ngrams_of_neighbors},
+                {"ngrams", "the convolution of n-grams lacks a tap", ngrams_fewer_taps},
+                {"ngrams", "values have the factors of their norms", ngrams_other_factors},
+                {"ngrams", "what is under the convolution has other weights", ngrams_conv_weights},
+                {"ngrams", "the ring of n-grams does not get a token", ngrams_ring_not_kept},
+                {"ngrams", "a prefill keeps n-grams of a token fewer", ngrams_ring_one_fewer},
+                {"ngrams", "the ring of n-grams is shorter by a row", ngrams_ring_shorter},
+                {"ngrams", "the ring of keys does not get a token", means_not_kept},
+                {"ngrams", "the ring of keys is shorter by a row", means_ring_shorter},
+                {"ngrams", "keys are means of fewer tokens", means_of_fewer},
+                {"ngrams", "means are rotated by longer vectors", means_rotated_longer},
+                {"ngrams", "means are not normed", means_without_norm},
+                {"ngrams", "blocks are scored by a head fewer", means_weighed},
+                {"ngrams", "a block fewer is chosen", means_one_fewer},
+                {"ngrams", "tokens see the blocks of the next", means_by_next_token},
                 {"pools", "pools have no offsets", pools_without_offsets},
                 {"pools", "pools have the offsets of the next token", next_offsets},
                 {"pools", "keys are their own gates", other_gates_of_keys},

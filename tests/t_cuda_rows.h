@@ -655,10 +655,60 @@ static void run_quantize(int n_row, int n_in) {
     expect(!bad, "%d rows of %d values in FP4: %d codes and scales are wrong", n_row, n_in, bad);
 }
 
+/* Rows of a table of n-grams in a format, which tokens choose, with ids before the batch in the ring. Two texts end, one
+ * of them within an n-gram of the batch. */
+static void run_ngram_rows(enum gguf_type type, int n) {
+    enum { FIRST = 3, TOKENS = 5, HEADS = 4, ROWS = 37, EOS = 5, RING = 9, WIDE = 4 };
+    static const int32_t ids[FIRST + TOKENS] = {7, EOS, 9, 4, EOS, 11, 12, 4};
+    static const int64_t multiplier[] = {23703573157769, 20109073645365, 8052911324071};
+    const float scale = 0.75f;
+    std::vector<uint8_t> rows(HEADS * ROWS * gguf_row_bytes(type, (size_t)n));
+    uint64_t rng = 3;
+    synth_fill(rows.data(), rows.size(), type, false, &rng);
+    std::vector<float> kept(RING * 2 * WIDE);
+    for (int p = 0; p < FIRST; p++) kept[(size_t)(p * 2 * WIDE + WIDE)] = (float)ids[p];
+    gpu_array<uint8_t> rows_d(rows);
+    gpu_array<float> kept_d(kept);
+    gpu_array<int32_t> ids_d(std::vector<int32_t>(ids + FIRST, ids + FIRST + TOKENS));
+    gpu_array<uint16_t> out((size_t)(TOKENS * HEADS * n));
+    gpu_batch b(FIRST, TOKENS, FIRST);
+    struct ngram_args a = {};
+    a.batch = b, a.tokens = ids_d, a.rows = out, a.scale = scale, a.n_hc = 1, a.n = WIDE;
+    a.table.per_size = 2, a.table.n_head = HEADS, a.table.row = n, a.table.eos = EOS;
+    memcpy(a.table.multiplier, multiplier, sizeof multiplier);
+    for (int h = 0; h < HEADS; h++) a.table.offset[h] = h * ROWS, a.table.n_row[h] = ROWS - h;
+    ngram_divide(&a);
+    a.table.table.data = rows_d, a.table.table.type = type, a.table.table.row_bytes = gguf_row_bytes(type, (size_t)n);
+    a.ring.kind = ROWS_RING, a.ring.n_row = RING, a.ring.row_bytes = 2 * WIDE * sizeof(float);
+    a.ring.data = (uint8_t *)kept_d.p;
+    ids_d.arrive(), kept_d.arrive();
+    LAUNCH_PDL(k_ngram_rows, dim3(1, TOKENS), 128, 0, test_stream, a);
+    finish("rows of n-grams");
+    const std::vector<uint16_t> got = out.get();
+    std::vector<float> row((size_t)n);
+    int bad = 0;
+    for (int t = 0; t < TOKENS; t++)
+        for (int h = 0; h < HEADS; h++) {
+            int64_t z = 0;
+            for (int s = 0, end = FIRST + t; s < 2 + h / 2; s++) {
+                z ^= multiplier[s] * (s > end ? EOS : ids[FIRST + t - s]);
+                if (s && s <= end && ids[FIRST + t - s] == EOS) end = 0; /* those before it count as the end */
+            }
+            gguf_dequantize_row(type, &rows[(size_t)(h * ROWS + z % (ROWS - h)) * a.table.table.row_bytes], row.data(),
+                                (size_t)n);
+            for (int i = 0; i < n; i++)
+                bad += got[(size_t)((t * HEADS + h) * n + i)] != f16_from_f32(row[(size_t)i] * scale);
+        }
+    expect(!bad, "rows of n-grams in %s: %d of %d values are wrong", gguf_type_info(type).name, bad,
+           TOKENS * HEADS * n);
+}
+
 extern "C" void cuda_test_rows(void) {
     const bool fp4 = cuda_test_begin(24);
     run_stats(3900, 5, 5, 7), run_stats(40, 17, 2, 3);
     if (fp4) run_quantize(2, 16424);
+    for (enum gguf_type type : {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4})
+        run_ngram_rows(type, 192);
     gpu_array<float> rate(std::vector<float>{7});
     LAUNCH_PDL(k_mma_rate, 1, 512, 0, test_stream, 31, rate.p);
     finish("the rate of products");

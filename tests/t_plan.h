@@ -856,8 +856,8 @@ static void test_plan_launches(void) {
     }
 }
 
-/* Qwen3.8-Flash-Next on a CPU, against arithmetic by hand: what a token reads, the table of n-grams among it, of which a
- * token reads 16 rows of 160 BF16 values. On a GPU it is refused. */
+/* Qwen3.8-Flash-Next on a CPU and on a GPU, against arithmetic by hand: what a token reads, the table of n-grams among it,
+ * of which a token reads 16 rows of 160 BF16 values. It is in the host's memory: a GPU needs none for it. */
 static void test_plan_ngrams(void) {
     const int64_t d = 2560, streams = 4 * d, expert = 3 * (d * 640 * 36 / 64 + 4);
     const int64_t mix = 4 * streams + 2 * 2 * streams * 320; /* a norm and two matrices of a low rank */
@@ -878,12 +878,26 @@ static void test_plan_ngrams(void) {
     CHECK_INT(plan_int(reads, "index_keys"), 12 * plan_int(o, "context") / 4 * 128 * 2, "means of keys");
     json_decref(o);
 
+    /* tiles have 16 rows, of which the matrix that says how streams are written fills 4 */
+    const int64_t tiled = half + 2 * 12 * streams, rows = 16 * 160 * 2;
+    o = plan_of("--gpus 1x96 --host 128 --synth qwen3.8-flash-next", 0);
+    reads = json_object_get(o, "reads"), table = json_object_get(o, "ngrams");
+    CHECK_INT(plan_int(table, "bytes"), 320001446ll * 160 * 2, "the table");
+    CHECK_INT(plan_int(reads, "backbone"), 48 * (2 * tiled + experts) + 36 * delta + 12 * attn + ngrams + rows,
+              "backbone on a GPU");
+    CHECK_INT(plan_int(reads, "head"), 2 * d * 248320 + mix, "head on a GPU");
+    CHECK_INT(plan_int(json_array_get(json_object_get(o, "ranks"), 0), "weights"),
+              48 * (2 * tiled + experts + 512 * expert) + 36 * delta + 12 * attn + ngrams + 2 * 2 * d * 248320 + mix +
+                  4 * 32, /* all experts, both embeddings, the rotation */
+              "weights of a GPU");
+    json_decref(o);
+
     char *out = NULL, *err = NULL;
-    int rc = run_command(MOE_BIN " --plan --gpus 1x96 --synth qwen3.8-flash-next </dev/null", &out, &err);
-    CHECK(rc == 2 && !arrlen(out) &&
+    int rc = run_command(MOE_BIN " --plan --gpus 1x96 --host 96 --synth qwen3.8-flash-next </dev/null", &out, &err);
+    CHECK(rc == 1 && !arrlen(out) &&
               !strcmp(sb_cstr(&err),
-                      "moe: hyper-connections of a low rank, tables of n-grams and indexers of means are "
-                      "not supported on a GPU; use --cpu\n"),
+                      "moe: 'qwen3.8-flash-next' needs 95.37 GiB of host memory for its table of n-grams, "
+                      "of which 96.00 GiB are there\n"),
           "%d: %.200s", rc, sb_cstr(&err));
     arrfree(out);
     arrfree(err);
