@@ -1651,7 +1651,7 @@ static void ngram_divide(struct ngram_args *a) {
 
 /* Grid: (ceil(n_head / 4), n_tok), block: 128, a warp for each row. Reads the host's memory over the bus: a latency of
  * that, which all rows of a token share, and few bytes. */
-__global__ void __launch_bounds__(128) k_ngram_rows(const __grid_constant__ struct ngram_args a) {
+__global__ void __launch_bounds__(128, 1) k_ngram_rows(const __grid_constant__ struct ngram_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
     const struct ngram &g = a.table;
