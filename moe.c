@@ -1287,11 +1287,10 @@ enum layer_has {
 struct glu {
     float gate_max, up_max; /* up_max 0: g is gate and u is up */
     float alpha, factor, offset;
-    float gate_cap,
-        up_cap; /* gate_cap > 0: sigmoid(gate) * cap(gate, gate_cap) * cap(up, up_cap) in place of that, where
-                             * cap(x, c) = c tanh(x / c) */
-    bool
-        gelu; /* gelu(gate) * up, where gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, in place of all that */
+    /* gate_cap > 0: sigmoid(gate) * cap(gate, gate_cap) * cap(up, up_cap) in place of that, cap(x, c) = c tanh(x / c). */
+    float gate_cap, up_cap;
+    /* gelu(gate) * up in place of all that, gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. */
+    bool gelu;
 };
 
 /* silu(min(gate, limit)) * clamp(up, -limit, limit). Limit 0 here and below: there is none. */
