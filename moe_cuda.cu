@@ -7388,7 +7388,7 @@ DEVICE void kda_fold(const struct delta_args &a, uint8_t *k, uint8_t *q, uint8_t
             y[t] = *(const float *)(q + at);
             g[t] = log_decay(KDA_ROWS * b + t);
         }
-        __syncthreads(); /* all have read these rows: halves take the place of floats */
+        __syncthreads(); /* all have read these rows, kda_diagonal too: halves take the place of floats */
         auto keep = [&](uint8_t *part, int t, float v, int to, float over, bool rest) {
             const int r = KDA_ROWS * b + t;
             *(uint16_t *)(part + kda_half_at(r, c, false)) = f32_to_f16(v);
@@ -7455,7 +7455,6 @@ __global__ void __launch_bounds__(128, 1) k_kda_prepare(const __grid_constant__ 
     const int part = warp * KDA_ROWS * KDA_ROW_BYTES;
     kda_diagonal((const float *)(k_part + part), (const float *)(q_part + part), (const float *)(decays + part),
                  d.head_k, kk0, qk0);
-    __syncthreads(); /* all have the products within blocks */
     kda_fold(a, k_part, q_part, decays, fade, j, row, delta_taken(a, row));
     __syncthreads(); /* queries and keys have their decays, in halves */
     float kk[6][4] = {}, qk[6][4] = {};
