@@ -4787,8 +4787,9 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
  * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing. R_t rotates pairs of
  * values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
  * rope.freq[i] and the pair is values i and i + dim / 2, or neighbors (rope.pairs). A sink b_i adds exp(b_i) to the
- * softmax's denominator. Values may be normed without weights, and be W^K_g h_t (v_norm, v_is_k). A gate multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and
- * v_t: 2 n_head_kv head values a token, which n_head / n_head_kv query heads share. */
+ * softmax's denominator. Values may be normed without weights (v_norm), and be W^K_g h_t before its norm (v_is_k). A gate
+ * multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and v_t: 2 n_head_kv head values a
+ * token, which n_head / n_head_kv query heads share. */
 
 /* A layer's grouped-query attention: A_X to partial sums in A_OUT, as of all mixers. */
 static void forward_gqa(struct program *p, const struct model *m, int il) {
