@@ -1612,7 +1612,7 @@ struct ngram_args {
     float *gates; /* (n_tok, 2, n_hc) factors of the values in the streams, and in their norms under the convolution */
     int n, n_hc;
     float eps;
-    int first;      /* token of the batch that the launch begins with; */
+    int first;      /* token of the batch that the launch begins with */
     bool add, keep; /* it adds to the streams; the ring gets its tokens */
 };
 
@@ -5022,8 +5022,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = CHOSEN                              ? attn_begin_topk < false,
-               MEANS ? POOL_END : BLOCK_END > (&w, a, 16) : attn_begin<true>(&w, a, 16);
+    constexpr int END = MEANS ? POOL_END : BLOCK_END;
+    const bool work = CHOSEN ? attn_begin_topk<false, END>(&w, a, 16) : attn_begin<true>(&w, a, 16);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -5217,8 +5217,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = CHOSEN || ONE_KV                         ? attn_begin_topk < ONE_KV,
-               POOLS ? POOL_END : BLOCK_END > (&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
+    constexpr int END = POOLS ? POOL_END : BLOCK_END;
+    const bool work =
+        CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV, END>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;

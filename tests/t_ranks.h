@@ -99,7 +99,7 @@ static void test_ranks_cuts(void) {
         struct layer layers[MOST + 1] = {0};
         const bool equal = !i;
         const int n = equal ? 10 : 2 + (int)(rng_next(&rng) % (MOST - 1));
-        struct model m = {.n_layer = n, .layers = layers};
+        struct model m = {.n_layer = n, .layers = layers, .family = &families[0]};
         struct weight *const ends[2] = {&m.embd, &m.output};
         uint64_t bytes[MOST + 1] = {0};
         for (int il = 0; il < n; il++) {
