@@ -29841,6 +29841,7 @@ static void launch_add_linear(struct launches *k, const struct step *s) {
     k->list[at].norms = fuses;
     if (layers_first) {
         if (k->router >= 0) k->list[k->router].prefetch = at;
+        k->router = -1; /* the layer after may have no feed-forward before it */
         k->first = fuses ? -1 : at;
     } else if (ready) {
         k->first = -1;

@@ -1027,8 +1027,10 @@ static void test_cuda_sample(void) {
 
 /* ---- whole models ---- */
 
-/* Whether kernels run a fixture: there are none for short convolutions of other than four taps, see test_cuda_refusals. */
+/* Whether kernels run a fixture: there are none for Gemma 4, nor for short convolutions of other than four taps, see
+ * test_cuda_refusals. */
 static bool gpu_runs(const struct model *m) {
+    if (m->embd_scale > 0) return false;
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].mixer == MIXER_DELTA && m->layers[il].delta.n_conv != 4) return false;
     return true;
