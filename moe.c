@@ -1860,7 +1860,7 @@ static const struct key_rule key_rules[] = {
     {"attention.value_length",               KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
     {"attention.key_length_swa",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS}, /* where layers have windows */
     {"attention.value_length_swa",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
-    {"attention.shared_kv_layers",           KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* nothing else is supported */
+    {"attention.shared_kv_layers",           KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* above 0: refused */
     {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
     {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
@@ -1990,9 +1990,8 @@ struct max_dims {
     int decays, low;                          /* their decays; values of a low rank */
     int latent;                               /* n_latent */
     int rel, sinks, kv_taps, gate_low; /* attention with a bias by distance: relative states, sinks, taps; n_gate_low */
-    int planes;                        /* halves that a GPU's tiles of tokens have for a value of queries or keys: of
-                                        * a layer with a decay for each row of a state 5, otherwise 3 */
-    int n_expert_used;                 /* per token */
+    int planes;        /* a GPU's tiles of tokens: DELTA_PLANES, KDA_PLANES, or 0 without recurrent layers */
+    int n_expert_used; /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
     int eh;                                   /* columns of eh_proj; 0: there is no MTP layer */
@@ -2485,9 +2484,9 @@ enum {
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
     /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */                       \
     X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                         \
-    /* x = (x + norm(the partial sums in `in` over the stage's ranks)) * scale, by the weights `result`; then          \
-       out = norm(x) unless norm is NULL. Of two slots what is normed is the sum of their norms, see forward_parts.    \
-       Overwrites A_H and A_ROUTED */                                                                                  \
+    /* x = (x + norm(y)) * scale, by the weights `result`; y: the partial sums in `in` over the stage's ranks, of two  \
+       slots the sum of their norms (forward_parts). Then out = norm(x) unless norm is NULL. Overwrites A_H and        \
+       A_ROUTED */                                                                                                     \
     X(void, add_result, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* hc_low: adds the partial sums to the streams as A_MIX says; out = norm(each stream) */                          \
     X(void, streams_norm, STEP_PARAMS, STEP_ARGS)                                                                      \
@@ -2639,7 +2638,7 @@ struct step {
     enum act in[STEP_IN + 1];               /* slots that are read, ACT_COUNT after the last */
     enum act x;                             /* the slot that is normed or added to; ACT_COUNT: none */
     enum act partial;    /* partial sums over the ranks that x or the streams get before; ACT_COUNT: none; A_JOINED: the
-                       * streams become their sum */
+                          * streams become their sum */
     const float *norm;   /* (width of x) weights of the norm; NULL: none */
     const float *result; /* add_result: (n_embd) weights of the norm of the sums */
     const float *scale;  /* add_result: (1) factor of x; NULL: 1 */
@@ -3442,8 +3441,10 @@ enum {
     DELTA_TILE = 64,                        /* tokens that a recurrent layer takes at once in prefill */
     DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
     DELTA_FADES = 4 * DELTA_TILE + 4,       /* floats of a tile's factors, see enum delta_fade */
-    MLA_SEGMENT = MLA_SEGMENT_KEYS,         /* keys that latent attention expands at once; whole tiles of 64 */
-    PAGE_BYTES = 2 << 20                    /* the driver rounds large allocations up to multiples of this */
+    DELTA_PLANES = 3,               /* halves of a tile for each value of queries or keys, see enum delta_plane; */
+    KDA_PLANES = 5,                 /* the same where each row of a state has a decay */
+    MLA_SEGMENT = MLA_SEGMENT_KEYS, /* keys that latent attention expands at once; whole tiles of 64 */
+    PAGE_BYTES = 2 << 20            /* the driver rounds large allocations up to multiples of this */
 };
 
 /* How a GPU stores a matrix: in tiles of 16 rows x 64 columns, each expert's last ones padded. */
@@ -4558,7 +4559,7 @@ static void forward_result(struct program *p, const struct model *m, int il, con
     s->norm = next;
 }
 
-/* The input of a half after one of layer il that norms results: forward_result has made it. */
+/* Whether the input of a half after one of layer il is there: where the layer norms results, forward_result makes it. */
 static bool half_ready(const struct model *m, int il) { return il >= 0 && m->layers[il].result_norms; }
 
 /* The input of a half of layer il: the norm of the residual, or what the half reads of the streams. The half that the
@@ -5559,6 +5560,20 @@ static void forward_parts(struct program *p, const struct model *m, int il) {
     s->w[0] = &l->router, s->w[1] = &l->gate, s->w[2] = &l->up, s->w[3] = &l->down;
 }
 
+/* The feed-forward of any other layer: a dense one, or a router, its experts and what stands beside them. */
+static void forward_ffn(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    if (m->n_res) forward_blocks_ffn(p, m, il);
+    const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
+    const struct input in =
+        m->n_res || half_ready(m, il) ? plain(A_H) : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
+    struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
+    const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
+                                                &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
+    for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
+        if (w[i]->data) s->w[n++] = w[i];
+}
+
 /* A layer: what mixes its tokens, then its feed-forward; in some families one of the two. */
 static void forward_layer(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
@@ -5574,20 +5589,8 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     }
     forward_result(p, m, il, l->post_attention_norm, l->ffn_norm);
     if (l->no_ffn) return;
-    if (layer_parts(m, l)) {
-        forward_parts(p, m, il);
-        forward_result(p, m, il, l->post_ffw_norm, il + 1 < m->n_layer ? l[1].attn_norm : NULL);
-        return;
-    }
-    if (m->n_res) forward_blocks_ffn(p, m, il);
-    const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    const struct input in =
-        m->n_res || half_ready(m, il) ? plain(A_H) : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
-    struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
-    const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
-                                                &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
-    for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
-        if (w[i]->data) s->w[n++] = w[i];
+    if (layer_parts(m, l)) forward_parts(p, m, il);
+    else forward_ffn(p, m, il);
     forward_result(p, m, il, l->post_ffw_norm, il + 1 < m->n_layer ? l[1].attn_norm : NULL);
 }
 
@@ -5910,7 +5913,8 @@ static void loader_fused_mamba(struct loader *l, struct layer *layer, int il) {
     layer->w_alpha = weight_view(&in, 2 * value + 2 * key, layer->delta.n_value);
 }
 
-/* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up, gate rows first; queries, keys and values; taps of convolutions. */
+/* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up, gate rows first;
+ * queries, keys and values; taps of convolutions. */
 static void loader_fused(struct loader *l, struct layer *layer, int il) {
     struct weight both = {0}, qkv = {0};
     char name[128];
@@ -5994,7 +5998,7 @@ static void loader_ngrams(struct loader *l) {
     loader_weight(l, &g->table, g->row, l->failed ? 0 : (int)t->ne[1], 1, false, "per_layer_token_embd");
 }
 
-/* Takes the factor of what a router beside a dense feed-forward reads, n_embd^-0.5, into the weights of its norm. */
+/* Multiplies the weights of the router's norm by n_embd^-0.5, the factor of what a router reads there. */
 static void loader_router_norm(struct loader *l, struct layer *layer) {
     const int n = l->m->n_embd;
     float *to = l->failed ? NULL : loader_own(l, (size_t)n * sizeof *to);
@@ -6086,7 +6090,7 @@ static void model_max_dims(struct model *m) {
         x->values = int_max(x->values, layer->delta.n_value);
         x->decays = int_max(x->decays, layer_dim(m, layer, DIM_DECAYS));
         x->low = int_max(x->low, layer->delta.low);
-        x->planes = int_max(x->planes, !recurrent ? 0 : layer->delta.n_decay > 1 ? 5 : 3);
+        x->planes = int_max(x->planes, !recurrent ? 0 : layer->delta.n_decay > 1 ? KDA_PLANES : DELTA_PLANES);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
@@ -29562,8 +29566,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (f.integrated) {
             p->shared = set->fit != FIT_OFF, p->host_memory = 0, p->copy_rate = f.rate / 2;
             d->usable -= (int64_t)weight_bytes(&p->m->ngram.table) / ranks;
-        }
-        if (!f.integrated) plan_measure_copies(p, gpu[i], !i, set);
+        } else plan_measure_copies(p, gpu[i], !i, set);
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
         d->source = "reported";
@@ -29833,9 +29836,8 @@ static void launch_add_linear(struct launches *k, const struct step *s) {
     const double hc_bytes = s->hc ? READS(&l->hc_attn.fn, &l->hc_attn.base, &l->hc_attn.scale) : 0;
     const bool fuses = s->norm && launch_add_input(k, s, true, hc_bytes);
     double vectors = 0;
-    if (layers_first) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
+    if (layers_first || ready) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
     else if (s->norm) vectors = READS(&l->q_a_norm);
-    else if (ready) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
     else if (s->w[0] == &l->wo) vectors = READS(&l->wo.bias);
     const int at = launch_add(k, DECODE_LINEAR, products + vectors, products);
     k->list[at].norms = fuses;
@@ -30401,6 +30403,13 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
               p->cpu ? "the" : "a GPU's", reads ? "; a token reads all of them" : ", not read: a token sees all keys");
 }
 
+/* Bytes of the table of n-grams, which GPUs read in the host's memory, if `have` bytes have no room for it; otherwise
+ * 0. */
+static uint64_t table_lacks_room(const struct model *m, uint64_t have) {
+    const uint64_t table = weight_bytes(&m->ngram.table);
+    return table + have / 32 > have ? table : 0;
+}
+
 /* What the table of n-grams takes of the host's memory. */
 static void plan_ngrams_text(const struct plan *p, char **text) {
     const struct model *m = p->m;
@@ -30602,7 +30611,7 @@ static void plan_host(struct plan *p, const struct settings *set) {
     p->offload.n_cpu = n_cpu;
     p->host_memory = (int64_t)(all > table ? all - table : 0);
     p->disk = set->host || !(gpus_parse(set->gpus).gib > 0);
-    if (table && p->disk && table + all / 32 > all)
+    if (p->disk && !p->cpu && table_lacks_room(p->m, all))
         die("'%s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are there", p->m->name,
             (double)table / 0x1p30, (double)all / 0x1p30);
     if (n_cpu && !plan_store(p, int_max(1, set->pp)))
@@ -31009,8 +31018,8 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     int n_ctx = o->n_ctx;
     const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
     bool shared;
-    const uint64_t table = weight_bytes(&m->ngram.table), free_bytes = memory_available();
-    if (table && table + free_bytes / 32 > free_bytes)
+    const uint64_t free_bytes = memory_available(), table = table_lacks_room(m, free_bytes);
+    if (table)
         return fail(err,
                     "'%.200s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are free: use "
                     "--cpu",

@@ -6722,7 +6722,8 @@ enum delta_rule { RULE_NET, RULE_KDA, RULE_MAMBA };
  * and keys by those from the tile's first row to their own; the keys that go into the state by those from the row after
  * theirs to the last that goes into it. */
 enum delta_plane { DELTA_Q, DELTA_K, DELTA_K_REST, DELTA_INTO, DELTA_INTO_REST };
-static constexpr __host__ __device__ int delta_planes(int rule) { return rule == RULE_KDA ? 5 : 3; }
+static_assert((int)DELTA_K_REST + 1 == (int)DELTA_PLANES && (int)DELTA_INTO_REST + 1 == (int)KDA_PLANES, "planes");
+static constexpr __host__ __device__ int delta_planes(int rule) { return rule == RULE_KDA ? KDA_PLANES : DELTA_PLANES; }
 
 /* Where the factors of a tile stand, DELTA_TILE of each: of the state in a row's result; of what a row adds to the
  * state; of Mamba-2's values; of what they give in its results. Then that of the state. KDA has the factors of the
@@ -7224,6 +7225,19 @@ DEVICE void delta_inverse(float *A, float *T, const float *beta, uint16_t *to) {
     }
 }
 
+/* Adds to kk and qk, two n8-tiles each, a k16-step of the products of 16 rows of keys, ka and `rest`, and of queries, qa,
+ * with the 16 keys at `keys` and their rest at `rests`: the lane's rows of four 8 x 8 matrices. */
+DEVICE void delta_products(float kk[2][4], float qk[2][4], const uint32_t ka[4], const uint32_t rest[4],
+                           const uint32_t qa[4], const uint8_t *keys, const uint8_t *rests) {
+    uint32_t r[4];
+    ldmatrix_x4(r, rests);
+    UNROLL for (int i = 0; i < 2; i++) mma_f16(kk[i], ka, r + 2 * i);
+    ldmatrix_x4(r, keys);
+    UNROLL for (int i = 0; i < 2; i++) mma_f16(kk[i], rest, r + 2 * i);
+    UNROLL for (int i = 0; i < 2; i++) mma_f16(kk[i], ka, r + 2 * i);
+    UNROLL for (int i = 0; i < 2; i++) mma_f16(qk[i], qa, r + 2 * i);
+}
+
 /* The lane's place in the first fragment of its warp in the matrices of a tile of a value head. */
 DEVICE uint16_t *delta_fragments(const struct delta_args &a, size_t tile) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -7267,18 +7281,8 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
         delta_rows(qa, q_tile, s);
         UNROLL for (int b = 0; b < 8; b += 2) {
             if (b > 2 * warp) continue; /* rows s of other 16s come later */
-            uint32_t r[4];
             const int at = f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1));
-            ldmatrix_x4(r, k_rest + at);
-            mma_f16(kk[b], ka, r);
-            mma_f16(kk[b + 1], ka, r + 2);
-            ldmatrix_x4(r, k_tile + at);
-            mma_f16(kk[b], rest, r);
-            mma_f16(kk[b + 1], rest, r + 2);
-            mma_f16(kk[b], ka, r);
-            mma_f16(kk[b + 1], ka, r + 2);
-            mma_f16(qk[b], qa, r);
-            mma_f16(qk[b + 1], qa, r + 2);
+            delta_products(kk + b, qk + b, ka, rest, qa, k_tile + at, k_rest + at);
         }
     }
     __syncthreads(); /* all warps are done with the queries and keys: A takes their place */
@@ -7467,19 +7471,9 @@ __global__ void __launch_bounds__(128, 1) k_kda_prepare(const __grid_constant__ 
         ldmatrix_x4(qa, q_part + at);
         UNROLL for (int b = 4; b >= 0; b -= 2) { /* blocks of keys from the latest on */
             if (b >= 2 * warp) continue;
-            uint32_t r[4];
             const uint8_t *from =
                 decays + f16_at<2 * DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1));
-            ldmatrix_x4(r, from + DELTA_HEAD * 2);
-            mma_f16(kk[b], ka, r);
-            mma_f16(kk[b + 1], ka, r + 2);
-            ldmatrix_x4(r, from);
-            mma_f16(kk[b], rest, r);
-            mma_f16(kk[b + 1], rest, r + 2);
-            mma_f16(kk[b], ka, r);
-            mma_f16(kk[b + 1], ka, r + 2);
-            mma_f16(qk[b], qa, r);
-            mma_f16(qk[b + 1], qa, r + 2);
+            delta_products(kk + b, qk + b, ka, rest, qa, from, from + DELTA_HEAD * 2);
             const float *between = fade + b / 2 * DELTA_HEAD + 16 * s + 2 * t; /* this block is between those before */
             if (b) kda_fade(ka, rest, between), kda_fade(qa, NULL, between);
         }

@@ -308,13 +308,34 @@ static void test_tables_kda_keys(void) {
           "%s", err);
 }
 
+/* A key of a file, without the architecture, with which the file is refused by `message`. */
+struct refused_key {
+    const char *key, *message;
+    uint32_t value; /* 0: it is left out */
+};
+
+/* Checks that a fixture is refused by name with each of n keys, and without each of n_lost tensors. */
+static void check_refused(const char *fixture, const char *arch, const struct refused_key *c, size_t n,
+                          const char *const *tensors, size_t n_lost) {
+    for (size_t i = 0; i < n + n_lost; i++) {
+        struct rewrite x;
+        struct model m;
+        char key[128], message[160], err[ERR_MAX] = "";
+        const char *const lost = i < n ? NULL : tensors[i - n];
+        snprintf(key, sizeof key, "%s.%s", arch, lost ? "" : c[i].key);
+        snprintf(message, sizeof message, lost ? "tensor '%s' is missing" : "%s", lost ? lost : c[i].message);
+        if (!rewrite_open(&x, fixture)) return;
+        rewrite_keys(&x, lost ? NULL : key);
+        if (!lost && c[i].value) gguf_put_u32(&x.w, key, c[i].value);
+        rewrite_tensors(&x, (const char *const[]){lost, NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, message), "%s: %s", message, err);
+    }
+}
+
 /* A file of Inkling 2 without one of its keys, with a loop that does not fit, or without one of its tensors, is refused by
  * its name. */
 static void test_tables_inkling2_keys(void) {
-    static const struct {
-        const char *key, *message; /* key: without the architecture; NULL: a tensor is left out */
-        uint32_t value;            /* 0: it is left out */
-    } c[] = {
+    static const struct refused_key c[] = {
         {"attention.conv_kernel", "'inkling2.attention.conv_kernel' is missing", 0},
         {"attention.relative.head_length", "'inkling2.attention.relative.head_length' is missing", 0},
         {"attention.clip", "'inkling2.attention.clip' is missing", 0},
@@ -331,28 +352,12 @@ static void test_tables_inkling2_keys(void) {
         {"loop.layer_count", "tensor 'blk.4.loop_messages.weight' is not part of the architecture", 2}};
     static const char *const tensors[] = {"output_res.weight", "token_embd_norm.weight", "blk.0.ffn_res.weight",
                                           "blk.2.loop_messages.weight", "blk.6.attn_k_tap.weight"};
-    enum { KEYS = sizeof c / sizeof *c, TENSORS = sizeof tensors / sizeof *tensors };
-    for (size_t i = 0; i < KEYS + TENSORS; i++) {
-        struct rewrite x;
-        struct model m;
-        char key[128], message[128], err[ERR_MAX] = "";
-        const char *const lost = i < KEYS ? NULL : tensors[i - KEYS];
-        snprintf(key, sizeof key, "inkling2.%s", lost ? "" : c[i].key);
-        snprintf(message, sizeof message, lost ? "tensor '%s' is missing" : "%s", lost ? lost : c[i].message);
-        if (!rewrite_open(&x, "inkling2_loop")) return;
-        rewrite_keys(&x, lost ? NULL : key);
-        if (!lost && c[i].value) gguf_put_u32(&x.w, key, c[i].value);
-        rewrite_tensors(&x, (const char *const[]){lost, NULL});
-        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, message), "%s: %s", message, err);
-    }
+    check_refused("inkling2_loop", "inkling2", c, sizeof c / sizeof *c, tensors, sizeof tensors / sizeof *tensors);
 }
 
 /* The same of Gemma 4. Its larger siblings, whose layers have inputs of their own or share keys, are refused by name. */
 static void test_tables_gemma4_keys(void) {
-    static const struct {
-        const char *key, *message; /* key: without the architecture; NULL: a tensor is left out */
-        uint32_t value;            /* 0: it is left out */
-    } c[] = {
+    static const struct refused_key c[] = {
         {"embedding_length_per_layer_input",
          "'gemma4.embedding_length_per_layer_input' is 256, expected 0: inputs of each layer (E2B, E4B) are not", 256},
         {"attention.shared_kv_layers",
@@ -371,20 +376,7 @@ static void test_tables_gemma4_keys(void) {
                                           "blk.1.ffn_gate_inp.scale",
                                           "blk.0.attn_v.weight",
                                           "blk.1.ffn_up.weight"};
-    enum { KEYS = sizeof c / sizeof *c, TENSORS = sizeof tensors / sizeof *tensors };
-    for (size_t i = 0; i < KEYS + TENSORS; i++) {
-        struct rewrite x;
-        struct model m;
-        char key[128], message[160], err[ERR_MAX] = "";
-        const char *const lost = i < KEYS ? NULL : tensors[i - KEYS];
-        snprintf(key, sizeof key, "gemma4.%s", lost ? "" : c[i].key);
-        snprintf(message, sizeof message, lost ? "tensor '%s' is missing" : "%s", lost ? lost : c[i].message);
-        if (!rewrite_open(&x, "gemma4")) return;
-        rewrite_keys(&x, lost ? NULL : key);
-        if (!lost && c[i].value) gguf_put_u32(&x.w, key, c[i].value);
-        rewrite_tensors(&x, (const char *const[]){lost, NULL});
-        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, message), "%s: %s", message, err);
-    }
+    check_refused("gemma4", "gemma4", c, sizeof c / sizeof *c, tensors, sizeof tensors / sizeof *tensors);
 }
 
 /* The same of Qwen3.8-Flash-Next. A table that lacks a row that a hash may choose is refused before any is read. */
