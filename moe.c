@@ -5792,8 +5792,8 @@ static void loader_hparams(struct loader *l) {
         if (!l->n_head_kv[il]) {
             if (il >= m->n_layer)
                 loader_fail(l,
-                            "metadata key '%s.attention.head_count_kv' is 0 for layer %d, which is for multi-token "
-                            "prediction",
+                            "metadata key '%s.attention.head_count_kv' is 0 for layer %d; expected at least 1 for a "
+                            "layer for multi-token prediction",
                             l->arch, il);
         } else if (l->n_head[il] % l->n_head_kv[il])
             loader_fail(l, "layer %d has %d heads, expected a multiple of its %d KV heads", il, l->n_head[il],

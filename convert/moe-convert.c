@@ -964,10 +964,15 @@ static struct checkpoint {
     void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
 } src;
 
+/* Returns the one of two names of a key that the config has; `name` where it has none or both. Releases of Kimi Linear
+ * have the other names, and so do models of Ling 3 that transformers saved. */
+static const char *either(const char *name, const char *other) {
+    return !get(src.cfg, name) && get(src.cfg, other) ? other : name;
+}
+
 /* Returns max_position_embeddings, MAX_TRAINED where that is more. */
 static int64_t context_length(void) {
-    const bool model = get(src.cfg, "model_max_length") && !get(src.cfg, "max_position_embeddings");
-    const char *key = model ? "model_max_length" : "max_position_embeddings"; /* the former is Kimi Linear's */
+    const char *key = either("max_position_embeddings", "model_max_length");
     expect(src.cfg, key, json_is_number(get(src.cfg, key)) && json_number_value(get(src.cfg, key)) >= 1,
            fmt("an integer from 1 to %d", MAX_TRAINED));
     return get_limit(src.cfg, key, MAX_TRAINED, REQUIRED);
@@ -2036,7 +2041,7 @@ static size_t rotated(struct doc r, bool windowed) {
     const double n = (double)(windowed ? window_head_k() : head_k()) * share + 1e-9;
     if (src.mixer == MIXER_MLA) { /* a part by itself; the share is of all of a key, or of head_dim */
         const size_t rope = size_of("qk_rope_head_dim"),
-                     head = (size_t)(get_num(src.cfg, "head_dim", 0) * share + 1e-9);
+                     head = (size_t)(get_num(src.cfg, either("linear_head_dim", "head_dim"), 0) * share + 1e-9);
         expect(d, key, share == 1 || (size_t)n == rope || head == rope, "1, or the share of qk_rope_head_dim");
         return rope;
     }
@@ -2370,7 +2375,7 @@ static void config_leading_dense(void) {
 static void config_deepseek_experts(void) {
     struct doc c = src.cfg;
     config_leading_dense();
-    src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
+    src.n_group = (int)get_int(c, either("n_group", "num_expert_group"), 1, MAX_EXPERTS, REQUIRED);
     const char *method = get_str(c, "topk_method", "noaux_tc");
     src.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
     src.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
@@ -2988,7 +2993,7 @@ static void put_kimi_linear(void) {
 /* Reads the keys of Kimi Linear. */
 static void config_kimi_linear(void) {
     config_leading_dense();
-    src.n_group = (int)get_int(src.cfg, "num_expert_group", 1, MAX_EXPERTS, 1);
+    src.n_group = (int)get_int(src.cfg, either("n_group", "num_expert_group"), 1, MAX_EXPERTS, 1);
     check_linear_heads();
 }
 
@@ -3011,7 +3016,8 @@ static bool is_kda_bailing(int layer) {
 
 static void put_bailing(void) {
     struct doc c = src.cfg;
-    put_kda(get_int(c, "head_dim", 2, 512, REQUIRED), get_int(c, "short_conv_kernel_size", 1, 8, 4));
+    put_kda(get_int(c, either("linear_head_dim", "head_dim"), 2, 512, REQUIRED),
+            get_int(c, either("linear_conv_kernel_dim", "short_conv_kernel_size"), 1, 8, 4));
     gguf_put_bool(&writer, arch_key("kda.safe_gate"), true);
     kv_num(c, "kda_lower_bound", get_num(c, "kda_lower_bound", -5), "kda.gate_lower_bound");
     put_limits("expert_swiglu_limit_list", "swiglu_clamp_exp");
@@ -3551,9 +3557,8 @@ static const struct release {
      .fixed = "mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid num_nextn_predict_layers 0",
      .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .is_kda = is_kda_kimi,
              .is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
-             .experts_other = "num_local_experts", .top_k_key = "num_experts_per_token",
-             .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
-             .router_bias = bias_name, .norm_key = "moe_renormalize", .norm_topk_prob = true,
+             .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
+             .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .rope_theta = 10000, .eps = 1e-5, .put = put_kimi_linear}},
     {.type = "bailing_hybrid", .config = config_bailing, .fixed = fixed_bailing,
      .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_kda = is_kda_bailing,
@@ -3636,9 +3641,9 @@ static void config_read(void) {
     if (src.rope_theta == 0) src.rope_theta = -1;
     if (src.rotary == 0) src.rotary = 1;
     if (src.eps == 0) src.eps = 1e-6;
-    if (!src.norm_key) src.norm_key = "norm_topk_prob";
+    if (!src.norm_key) src.norm_key = either("norm_topk_prob", "moe_renormalize");
     if (!src.eps_key) src.eps_key = "rms_norm_eps";
-    if (!src.top_k_key) src.top_k_key = "num_experts_per_tok";
+    if (!src.top_k_key) src.top_k_key = either("num_experts_per_tok", "num_experts_per_token");
     if (!src.width_key) src.width_key = "moe_intermediate_size";
     if (!src.dense_key) src.dense_key = "intermediate_size";
     if (!src.kv_key) src.kv_key = "num_key_value_heads";

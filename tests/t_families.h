@@ -1248,6 +1248,16 @@ static void test_families_words(void) {
          "attention\",\"full_attention\"],\"moe_shared_expert_intermediate_size\":null}"},
         {"bailing_hybrid", "{\"kda_lower_bound\":null,\"kda_safe_gate\":null,\"partial_rotary_factor\":null,\"rope_"
                            "parameters\":null,\"short_conv_kernel_size\":null}"},
+        /* as transformers 5.24 saves it */
+        {"bailing_hybrid",
+         "{\"architectures\":[\"BailingHybridForCausalLM\"],\"attention_bias\":false,\"bos_token_id\":null,\"head_"
+         "dim\":16,"
+         "\"layer_types\":[\"linear_attention\",\"full_attention\",\"linear_attention\",\"full_attention\"],"
+         "\"linear_conv_kernel_dim\":4,\"linear_head_dim\":64,\"linear_num_heads\":4,\"mlp_layer_types\":[\"dense\","
+         "\"sparse\",\"sparse\",\"sparse\"],\"model_max_length\":4096,\"max_position_embeddings\":null,"
+         "\"moe_renormalize\":true,\"norm_topk_prob\":null,\"num_expert_group\":4,\"n_group\":null,"
+         "\"num_experts_per_token\":3,\"num_experts_per_tok\":null,\"partial_rotary_factor\":null,"
+         "\"short_conv_kernel_size\":null}"},
         {"glm5_next", "{\"linear_attn_config\":{\"head_dim\":32,\"num_heads\":4}}"},
         {"glm5_next", "{\"linear_attn_config\":{\"head_dim\":32,\"num_heads\":4,\"gate_lower_bound\":null}}"},
         {"glm5_next", "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4,\"layer_types\":["

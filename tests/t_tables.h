@@ -262,7 +262,9 @@ static void test_tables_kda_keys(void) {
         {"kimi_linear", "kimi-linear.attention.kv_lora_rank", "'kimi-linear.attention.kv_lora_rank' is missing", 0},
         {"bailing_hybrid", "bailingmoe3.kda.gate_lower_bound", "'bailingmoe3.kda.gate_lower_bound' is missing", 0},
         {"bailing_hybrid", "bailingmoe3.attention.head_count_kv",
-         "'bailingmoe3.attention.head_count_kv' is 0 for layer 4, which is for multi-token prediction", 1},
+         "'bailingmoe3.attention.head_count_kv' is 0 for layer 4; expected at least 1 for a layer for multi-token "
+         "prediction",
+         1},
         {"bailing_hybrid", "bailingmoe3.kda.safe_gate", "'bailingmoe3.kda.safe_gate' is false, expected true", 2},
         {"glm5_next", "glm5-next.attention.indexer.kpool", "'glm5-next.attention.indexer.kpool' is missing", 0},
         {"glm5_next", "glm5-next.attention.q_lora_rank", "'glm5-next.attention.q_lora_rank' is missing", 0},
