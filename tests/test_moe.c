@@ -292,6 +292,16 @@ static bool test_wanted(const char *name, int argc, char **argv) {
     return named || !some;
 }
 
+/* Returns the first of the words that no test's name contains, as it was given; NULL: there is none. */
+static const char *word_unknown(int argc, char **argv) {
+    for (int i = 0; i < argc; i++) {
+        size_t t = 0;
+        while (t < sizeof table / sizeof *table && !strstr(table[t].name, argv[i] + (argv[i][0] == '-'))) t++;
+        if (t == sizeof table / sizeof *table) return argv[i];
+    }
+    return NULL;
+}
+
 /* What is no run of tests: exit code, or -1 for a run. */
 static int run_other(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
@@ -362,6 +372,11 @@ int main(int argc, char **argv) {
     const bool parallel = argc > 1 && !strncmp(argv[1], "-j", 2);
     const int most = parallel ? int_min(atoi(argv[1] + 2), JOBS_MAX) : 0, skip = 1 + (list || parallel);
     if (other >= 0) return other;
+    const char *unknown = word_unknown(argc > skip ? argc - skip : 0, argv + skip);
+    if (unknown) {
+        fprintf(stderr, "%s: no option, and in no test's name: '%s' (--list prints the names)\n", argv[0], unknown);
+        return 2;
+    }
     setlocale(LC_CTYPE, "C.UTF-8");
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (!freopen("/dev/null", "r", stdin)) die("cannot open /dev/null: %s", strerror(errno));
