@@ -1099,7 +1099,9 @@ enum {
     MAX_EMBD_ROWS = 1 << 24, /* rows of an embedding */
     HC_MAX = 8,              /* residual streams of hyper-connections */
     NGRAM_MAX = 8,           /* tokens of an n-gram */
-    NGRAM_HEADS = 64         /* rows of the table of n-grams that a token reads */
+    NGRAM_HEADS = 64,        /* rows of a table of n-grams that a token reads */
+    NGRAM_TABLES = 4,        /* tables of n-grams */
+    NGRAM_SCALE = 32         /* values of a row with one scale */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -1150,7 +1152,14 @@ struct attn {
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
-    float scale;      /* factor of q.k before the softmax */
+    /* MIXER_CSA: layers may share compressed keys and their choice, see forward_csa */
+    int kv_back; /* layers back to the one whose compressed keys and keys of the indexer it has; 0: it makes its own */
+    bool latent_index;   /* keys of the indexer are made of compressed keys before their rotation */
+    bool plain_q;        /* heads of queries are not normed */
+    int candidates;      /* blocks of compressed keys that later choices are limited to; 0: no limit */
+    int candidate_block; /* keys of such a block */
+    int candidate_back; /* layers back to the one that finds these blocks; 0: it finds them, and its own choice is free */
+    float scale;        /* factor of q.k before the softmax */
     /* Queries grow with their position, see attn_temperature; temp_scale 0: they do not */
     float temp_scale;
     int temp_length;  /* tokens */
@@ -1245,7 +1254,11 @@ enum qk_norm {
     X(HEAD_GATE, l->attn.n_gate > 0)                                                  \
     X(INDEXER, l->attn.n_index > 0)                                                   \
     X(POOLS, l->attn.n_index > 0 && attn_pools(&l->attn))                             \
-    X(COMPRESSED, l->mixer == MIXER_CSA && l->attn.compress_ratio > 0)                \
+    X(INDEX_COMPRESSED, csa_indexes(l) && !l->attn.latent_index)                      \
+    X(INDEX_LATENT, csa_makes_keys(l) && l->attn.latent_index)                        \
+    X(COMPRESSED, csa_makes_keys(l))                                                  \
+    X(COMPRESSED_GATE, csa_makes_keys(l) && compressor_gated(&l->attn))               \
+    X(COMPRESSED_APE, csa_makes_keys(l) && !l->attn.latent_index)                     \
     X(GDN, l->mixer == MIXER_DELTA && l->delta.n_decay == 1)                          \
     X(GDN_AB, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && !l->delta.fused_ba) \
     X(GDN_BA, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && l->delta.fused_ba)  \
@@ -1269,7 +1282,8 @@ enum qk_norm {
     X(BIASES, l->has_biases)                                                          \
     X(HC, layer_streams(m, l) > 0 && !m->hc_low)                                      \
     X(HC_LOW, m->hc_low > 0)                                                          \
-    X(NGRAMS, l->ngrams)                                                              \
+    X(NGRAM_CONV, l->ngrams && m->ngram->n_conv)                                      \
+    X(NGRAMS_PLAIN, l->ngrams && !m->ngram->n_conv)                                   \
     X(MTP, l->mtp)
 enum {
 #define CONDITION(bit, test) CONDITION_##bit,
@@ -1337,8 +1351,8 @@ struct hyper {
  * tokens' normed keys of the indexer, nor a norm. */
 struct compressor {
     struct weight kv, gate; /* (pooled / compress_ratio * d, n_embd) */
-    const float *ape;       /* (compress_ratio, pooled / compress_ratio * d) added to gates, by place in the key */
-    const float *norm;      /* (d) */
+    const float *ape;  /* (compress_ratio, pooled / compress_ratio * d) added to gates, by place in the key; NULL: 0 */
+    const float *norm; /* (d) */
 };
 
 /* Mixes a message into an input h: (1 - tanh(forget z)) h + tanh(gain z) message, where z = down [N(h), N(message)] and
@@ -1364,7 +1378,8 @@ struct layer {
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
     bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
-    bool ngrams;         /* rows of the table of n-grams are added to the streams before the layer */
+    int ngrams;          /* rows of this table of n-grams are added to the streams before the layer, 1: of the first of
+                          * struct model; 0: of none */
     uint64_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
     struct attn attn;
     const float *attn_norm, *ffn_norm;                /* (n_embd) of what attention and feed-forward read, */
@@ -1388,7 +1403,7 @@ struct layer {
     struct weight wk_b, wv_b;          /* n_head of (kv_lora, head_k - rope dim), n_head of (head_v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
     /* indexer of sparse attention */
-    struct weight wq_index, wk_index; /* (n_index * index_k, q_lora or n_embd), (index_k, n_embd) */
+    struct weight wq_index, wk_index; /* (n_index * index_k, q_lora or n_embd), (index_k, n_embd or head_k) */
     const float *index_norm;          /* (index_k) norm of keys: with a bias LayerNorm, otherwise RMSNorm */
     const float *index_norm_bias;     /* (index_k), latent attention */
     const float *index_q_norm;        /* (index_k) norm of a head's query, grouped-query attention */
@@ -1415,7 +1430,8 @@ struct layer {
     /* n-grams, see forward_ngrams; E = n_head * row of struct ngram */
     struct weight ngram_key, ngram_value;           /* (n_hc * n_embd, E), (n_embd, E) */
     const float *ngram_key_norm, *ngram_query_norm; /* (n_hc, n_embd) */
-    const float *ngram_conv_norm, *ngram_conv;      /* (n_hc, n_embd), (n_hc * n_embd, n_conv of struct ngram) */
+    /* (n_hc, n_embd), (n_hc * n_embd, n_conv of struct ngram), where there is a convolution */
+    const float *ngram_conv_norm, *ngram_conv;
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
@@ -1510,6 +1526,7 @@ enum dim {
     DIM_HC_LOW,     /* hc_low */
     DIM_NGRAM,      /* values of a token's rows of the table */
     DIM_NGRAM_CONV, /* taps of the convolution */
+    DIM_NGRAM_KV,   /* (n_hc + 1) * n_embd */
     /* of a gated delta net or Mamba-2 */
     DIM_CONV,       /* n_conv */
     DIM_KEY,        /* n_key * head_k */
@@ -1594,15 +1611,17 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("indexer.q_norm.weight", "self_attn.indexer.q_norm",     index_q_norm, INDEX_K,          HAS_INDEXER | HAS_GQA),
     MATRIX("indexer.attn_q_b",      "self_attn.compressor.indexer.q_b_proj", wq_index, Q_LORA, INDEX_Q, ONE, HAS_INDEXER | HAS_CSA),
     MATRIX("indexer.proj",          "self_attn.compressor.indexer.scorer.weights_proj", w_index, EMBD, INDEXES, ONE, HAS_INDEXER | HAS_CSA),
-    MATRIX("indexer_compressor_kv", "self_attn.compressor.indexer.kv_proj", index_compressor.kv, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_CSA),
-    MATRIX("indexer_compressor_gate", "self_attn.compressor.indexer.gate_proj", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_CSA),
-    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, COMPRESS_RATIO, HAS_INDEXER | HAS_CSA),
-    VECTOR("indexer_compressor_norm.weight", "self_attn.compressor.indexer.kv_norm", index_compressor.norm, INDEX_K, HAS_INDEXER | HAS_CSA),
+    MATRIX("indexer_compressor_kv", "self_attn.compressor.indexer.kv_proj", index_compressor.kv, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEX_COMPRESSED),
+    MATRIX("indexer_compressor_gate", "self_attn.compressor.indexer.gate_proj", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEX_COMPRESSED),
+    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, COMPRESS_RATIO, HAS_INDEX_COMPRESSED),
+    VECTOR("indexer_compressor_norm.weight", "self_attn.compressor.indexer.kv_norm", index_compressor.norm, INDEX_K, HAS_INDEX_COMPRESSED),
+    MATRIX("indexer.attn_k",        "self_attn.compressor.indexer.k_proj", wk_index, HEAD_K, INDEX_K, ONE,   HAS_INDEX_LATENT),
+    VECTOR("indexer.k_norm.weight", "self_attn.compressor.indexer.k_norm", index_norm, INDEX_K,     HAS_INDEX_LATENT),
     MATRIX("attn_kv",               "self_attn.kv_proj",            wkv_a,       EMBD,    HEAD_K,   ONE,     HAS_CSA),
     VECTOR("attn_kv_a_norm.weight", "self_attn.kv_norm",            kv_a_norm,   HEAD_K,            HAS_CSA),
     MATRIX("attn_compressor_kv",    "self_attn.compressor.kv_proj", compressor.kv, EMBD,  COMPRESSED, ONE,   HAS_COMPRESSED),
-    MATRIX("attn_compressor_gate",  "self_attn.compressor.gate_proj", compressor.gate, EMBD, COMPRESSED, ONE, HAS_COMPRESSED),
-    VECTORS("attn_compressor_ape.weight", "self_attn.compressor.position_bias", compressor.ape, COMPRESSED, COMPRESS_RATIO, HAS_COMPRESSED),
+    MATRIX("attn_compressor_gate",  "self_attn.compressor.gate_proj", compressor.gate, EMBD, COMPRESSED, ONE, HAS_COMPRESSED_GATE),
+    VECTORS("attn_compressor_ape.weight", "self_attn.compressor.position_bias", compressor.ape, COMPRESSED, COMPRESS_RATIO, HAS_COMPRESSED_APE),
     VECTOR("attn_compressor_norm.weight", "self_attn.compressor.kv_norm", compressor.norm, HEAD_K,   HAS_COMPRESSED),
     MATRIX("attn_output_a",         "self_attn.o_a_proj",           wo_a,        GROUP_IN, O_LORA,  GROUPS,  HAS_CSA),
     MATRIX("attn_output_b",         "self_attn.o_b_proj",           wo,          GROUPS_OUT, EMBD,  ONE,     HAS_CSA),
@@ -1620,12 +1639,17 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("hc_ffn_down",           "mlp_hyper_connection.input_mix_weight_down", hc_ffn.down, HC_EMBD, HC_LOW, ONE, HAS_HC_LOW),
     MATRIX("hc_ffn_up",             "mlp_hyper_connection.input_mix_weight_up", hc_ffn.up, HC_LOW, HC_EMBD, ONE, HAS_HC_LOW),
     MATRIX("hc_ffn_inject",         "mlp_hyper_connection.block_inject_weight", hc_ffn.inject, HC_EMBD, HC, ONE, HAS_HC_LOW),
-    MATRIX("ple_key",               "ple.key_proj",                 ngram_key,   NGRAM,   HC_EMBD,  ONE,     HAS_NGRAMS),
-    MATRIX("ple_value",             "ple.value_proj",               ngram_value, NGRAM,   EMBD,     ONE,     HAS_NGRAMS),
-    VECTOR("ple_norm_key.weight",   "ple.norm_key",                 ngram_key_norm, HC_EMBD,    HAS_NGRAMS),
-    VECTOR("ple_norm_query.weight", "ple.norm_query",               ngram_query_norm, HC_EMBD,  HAS_NGRAMS),
-    VECTOR("ple_norm_conv.weight",  "ple.norm_conv",                ngram_conv_norm, HC_EMBD,   HAS_NGRAMS),
-    VECTORS("ple_conv1d.weight",    "ple.conv1d",                   ngram_conv,  NGRAM_CONV, HC_EMBD,         HAS_NGRAMS),
+    MATRIX("ple_key",               "ple.key_proj",                 ngram_key,   NGRAM,   HC_EMBD,  ONE,     HAS_NGRAM_CONV),
+    MATRIX("ple_value",             "ple.value_proj",               ngram_value, NGRAM,   EMBD,     ONE,     HAS_NGRAM_CONV),
+    VECTOR("ple_norm_key.weight",   "ple.norm_key",                 ngram_key_norm, HC_EMBD,    HAS_NGRAM_CONV),
+    VECTOR("ple_norm_query.weight", "ple.norm_query",               ngram_query_norm, HC_EMBD,  HAS_NGRAM_CONV),
+    VECTOR("ple_norm_conv.weight",  "ple.norm_conv",                ngram_conv_norm, HC_EMBD,   HAS_NGRAM_CONV),
+    VECTORS("ple_conv1d.weight",    "ple.conv1d",                   ngram_conv,  NGRAM_CONV, HC_EMBD,         HAS_NGRAM_CONV),
+    {"engram_kv", "engram.wkv", NOT_BOUND, TENSOR_MATRIX, DIM_NGRAM, DIM_NGRAM_KV, DIM_ONE, HAS_NGRAMS_PLAIN, false},
+    MATRIX(NULL,                    NULL,                           ngram_key,   NGRAM,   HC_EMBD,  ONE,     HAS_NGRAMS_PLAIN),
+    MATRIX(NULL,                    NULL,                           ngram_value, NGRAM,   EMBD,     ONE,     HAS_NGRAMS_PLAIN),
+    VECTORS("engram_k_weight.weight", "engram.k_weight",            ngram_key_norm, EMBD, HC,                HAS_NGRAMS_PLAIN),
+    VECTORS("engram_q_weight.weight", "engram.q_weight",            ngram_query_norm, EMBD, HC,              HAS_NGRAMS_PLAIN),
     {"ffn_gate_tid2eid.weight", "mlp.gate.tid2eid", offsetof(struct layer, expert_ids), TENSOR_IDS, DIM_USED, DIM_TOKENS, DIM_ONE, HAS_EXPERTS | HAS_EXPERT_IDS, false},
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
     MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA_V),
@@ -1895,12 +1919,17 @@ static const struct key_rule key_rules[] = {
     {"attention.indexer.local_blocks",       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
     {"attention.indexer.kpool",              KEY_INT,  KEY_ONE,    2, 1 << 10,     KEY_REQUIRED}, /* tokens of a pool */
     {"attention.indexer.kpool_select_tail",  KEY_BOOL, KEY_ONE,    0, 1,           1}, /* nothing else is supported */
+    {"attention.indexer.candidate_source_layer", KEY_INT, KEY_ONE, 0, UINT32_MAX, UINT32_MAX}, /* the default: there is none */
+    {"attention.indexer.candidate_topk_blocks", KEY_INT, KEY_ONE,  1, MAX_TRAINED, KEY_REQUIRED},
+    {"attention.indexer.candidate_block_size", KEY_INT, KEY_ONE,   1, 1 << 16,     KEY_REQUIRED}, /* keys of a block */
     {"attention.indexer.types",              KEY_BOOL, KEY_LIST,   0, 1,           KEY_FOLLOWS}, /* whether a layer has one */
     /* compressed keys and hyper-connections */
     {"attention.output_group_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
     {"attention.output_lora_rank",           KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
     {"attention.compress_ratios",            KEY_INT,  KEY_LIST,   0, 1 << 16,     KEY_REQUIRED}, /* 0: a window alone */
     {"attention.compress_rope_freq_base",    KEY_NUM,  KEY_ONE,    1, 1e12,        KEY_REQUIRED},
+    {"attention.kv_source_layers",           KEY_INT,  KEY_LIST,   0, MAX_LAYERS - 1, KEY_FOLLOWS}, /* without it there are none */
+    {"attention.index_source_layers",        KEY_INT,  KEY_LIST,   0, MAX_LAYERS - 1, KEY_FOLLOWS},
     {"hyper_connection.count",               KEY_INT,  KEY_ONE,    1, HC_MAX,      KEY_REQUIRED},
     {"hyper_connection.sinkhorn_iterations", KEY_INT,  KEY_ONE,    1, 1000,        KEY_REQUIRED},
     {"hyper_connection.epsilon",             KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
@@ -1915,6 +1944,17 @@ static const struct key_rule key_rules[] = {
     {"ple.layer_multipliers",                KEY_INT,  KEY_LIST,   1, 0x1p62,      KEY_REQUIRED}, /* times any token below 2^63 */
     {"ple.head_offsets",                     KEY_INT,  KEY_LIST,   0, INT32_MAX,   KEY_REQUIRED}, /* rows of the table */
     {"ple.head_vocab_sizes",                 KEY_INT,  KEY_LIST,   1, INT32_MAX,   KEY_REQUIRED},
+    {"engram.layers",                        KEY_INT,  KEY_LIST,   0, MAX_LAYERS - 1, KEY_FOLLOWS}, /* without it there is none */
+    {"engram.ngram_size",                    KEY_INT,  KEY_ONE,    2, NGRAM_MAX,   KEY_REQUIRED},
+    {"engram.head_count",                    KEY_INT,  KEY_ONE,    1, NGRAM_HEADS, KEY_REQUIRED}, /* of each length */
+    {"engram.head_dim",                      KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
+    {"engram.pad_token_id",                  KEY_INT,  KEY_ONE,    0, MAX_EMBD_ROWS - 1, KEY_REQUIRED},
+    {"engram.compressed_vocab_size",         KEY_INT,  KEY_ONE,    1, MAX_EMBD_ROWS, KEY_REQUIRED},
+    {"engram.token_map",                     KEY_INT,  KEY_LIST,   0, MAX_EMBD_ROWS - 1, KEY_FOLLOWS}, /* without it tokens are as they are */
+    {"engram.embedding_counts",              KEY_INT,  KEY_LIST,   1, INT32_MAX,   KEY_REQUIRED}, /* rows of a layer's table; by layer: */
+    {"engram.head_bucket_sizes",             KEY_INT,  KEY_LIST,   1, INT32_MAX,   KEY_REQUIRED},
+    {"engram.head_offsets",                  KEY_INT,  KEY_LIST,   0, INT32_MAX,   KEY_REQUIRED},
+    {"engram.multipliers",                   KEY_INT,  KEY_LIST,   1, 0x1p62,      KEY_REQUIRED},
     {"embedding_length_per_layer_input",     KEY_INT,  KEY_ONE,    0, 1 << 16,     0}, /* values of such a row, or of a layer's input */
     /* gated delta nets and Mamba-2 */
     {"ssm.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
@@ -1984,8 +2024,10 @@ struct max_dims {
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
     int n_index, index_k, top_k;              /* sparse attention, */
+    int candidates;                           /* blocks that choices are limited to */
     size_t n_topk;                            /* blocks in all top-k lists of a query */
     int compressed, index_compressed, groups; /* values that compressed keys are made of; results of groups of heads */
+    int pooled;                               /* values of a compressed key that an indexer's key is made of */
     int values, z, mix;                       /* recurrent: value heads, their values, values under the convolution */
     int decays, low;                          /* their decays; values of a low rank */
     int latent;                               /* n_latent */
@@ -1997,19 +2039,23 @@ struct max_dims {
     int eh;                                   /* columns of eh_proj; 0: there is no MTP layer */
 };
 
-/* The table of n-grams: rows that stand for a token and up to size - 1 before it. A head has rows of its own, of which a
+/* A table of n-grams: rows that stand for a token and up to size - 1 before it. A head has rows of its own, of which a
  * hash of the tokens chooses one; per_size heads look at n tokens, for each n from 2 to size. See forward_ngrams. */
 struct ngram {
-    int size;                      /* tokens of the longest n-grams; 0: the model has no table */
-    int per_size, n_head;          /* heads for n-grams of a length, all heads */
-    int n_conv;                    /* taps of the convolution of what the rows add, `size` tokens apart */
-    int row;                       /* values of a row */
-    int layer;                     /* of the model: the rows are added before it */
-    int32_t eos;                   /* the token that ends a text: no n-gram goes beyond it */
+    int size;             /* tokens of the longest n-grams; 0: the model has no table */
+    int per_size, n_head; /* heads for n-grams of a length, all heads */
+    int n_conv;           /* taps of the convolution of what the rows add, `size` tokens apart; 0: there is none */
+    int row;              /* values of a row */
+    int layer;            /* of the model: the rows are added before it */
+    int32_t eos;          /* the token that stands where a text has none, before its first; */
+    bool ends;            /* it ends a text, too: no n-gram goes beyond it */
+    int n_id;             /* tokens are hashed by ids below n_id; */
+    const int32_t *id;    /* (n_vocab) these; NULL: a token is its own id */
     int64_t multiplier[NGRAM_MAX]; /* (size) by the distance from the latest token */
     int64_t offset[NGRAM_HEADS];   /* (n_head) the first row of a head, */
     int64_t n_row[NGRAM_HEADS];    /* and how many it has */
-    struct weight table;           /* (rows of all heads, row) */
+    struct weight table;           /* (rows of all heads, row); with scales it is E4M3, and its type GGUF_I8 */
+    struct weight scales;          /* (rows of all heads, row / NGRAM_SCALE) E8M0, GGUF_I8; no data: there are none */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -2031,8 +2077,9 @@ struct model {
     float hc_eps;
     int hc_low; /* low rank of hyper-connections; 0: they are those of arXiv 2512.24880 */
     /* how the last row is made of the streams: fn (n_hc, n_hc * n_embd), base (n_hc), scale (1) */
-    struct hyper hc_head; /* or, without fn, their mean */
-    struct ngram ngram;
+    struct hyper hc_head;             /* or, without fn, their mean, or as family.lagging_streams says */
+    struct ngram ngram[NGRAM_TABLES]; /* (n_ngram) of as many layers; sizes of rows are those of the first one */
+    int n_ngram;
     int res_block; /* layers of a block, where the residual is blocks of layers; 0: it is not */
     int n_res;     /* rows of A_HC then: the embedding, blocks, and those of the loop's last pass; 0: none */
     const float *read_end, *embd_norm; /* (n_embd) the query of the last row; norm of the embedding, NULL: none */
@@ -2076,6 +2123,7 @@ struct family {
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
+    bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -2084,6 +2132,9 @@ struct family {
      * GPUs refuse families with this function. NULL: there are none. */
     void (*cache)(const struct model *m, const struct layer *layer, struct cache_tensor *out);
 };
+
+/* Whether models have weights by which the last row is read of the streams. */
+static inline bool family_reads_last(const struct family *f) { return !f->mean_streams && !f->lagging_streams; }
 
 /* Residual streams that a layer reads and writes; 0: one, A_X. MTP layers that get the rows after the final norm have no
  * hyper-connections around them. */
@@ -2097,6 +2148,20 @@ static inline int mtp_streams(const struct model *m) { return m->n_hc && m->fami
 /* Whether the layer's feed-forward consists of a dense one and of experts, each with norms of its own. */
 static inline bool layer_parts(const struct model *m, const struct layer *l) {
     return m->family->parts && l->n_expert > 0;
+}
+
+/* Whether a layer of MIXER_CSA has compressed keys of its own, and whether it chooses among compressed keys. */
+static inline bool csa_makes_keys(const struct layer *l) {
+    return l->mixer == MIXER_CSA && l->attn.compress_ratio && !l->attn.kv_back;
+}
+static inline bool csa_indexes(const struct layer *l) { return l->mixer == MIXER_CSA && l->attn.n_index; }
+
+/* Whether a compressed key is a mean by gates; otherwise it is made of one token. */
+static inline bool compressor_gated(const struct attn *a) { return a->pooled > 1 || !a->latent_index; }
+
+/* The table of n-grams whose rows are added before a layer that has one. */
+static inline const struct ngram *layer_ngram(const struct model *m, const struct layer *l) {
+    return &m->ngram[l->ngrams - 1];
 }
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
@@ -2231,11 +2296,13 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_HC_MIX: return (2 + m->n_hc) * m->n_hc;
     case DIM_HC_SCALES: return 3;
     case DIM_HC_LOW: return m->hc_low;
-    case DIM_NGRAM: return m->ngram.n_head * m->ngram.row;
-    case DIM_NGRAM_CONV: return m->ngram.n_conv;
+    case DIM_NGRAM: return m->ngram->n_head * m->ngram->row;
+    case DIM_NGRAM_CONV: return m->ngram->n_conv;
+    case DIM_NGRAM_KV: return (m->n_hc + 1) * m->n_embd;
     case DIM_COMPRESS_RATIO: return a->compress_ratio;
     case DIM_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->head_k : 0;
-    case DIM_INDEX_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->index_k : 0;
+    case DIM_INDEX_COMPRESSED:
+        return a->compress_ratio && !a->latent_index ? a->pooled / a->compress_ratio * a->index_k : 0;
     case DIM_GROUPS: return a->n_out_group;
     case DIM_GROUP_IN: return a->n_out_group ? a->n_head / a->n_out_group * a->head_v : 0;
     case DIM_O_LORA: return a->o_lora;
@@ -2326,6 +2393,25 @@ static inline size_t in_sum2_before(const struct model *m, int il) {
     return n;
 }
 
+/* Bytes of all tables of n-grams, and those of a table that a token reads. */
+static inline uint64_t ngram_table_bytes(const struct model *m) {
+    uint64_t bytes = 0;
+    for (int i = 0; i < 2 * m->n_ngram; i++) {
+        const struct weight *w = i % 2 ? &m->ngram[i / 2].scales : &m->ngram[i / 2].table;
+        bytes += w->data ? (uint64_t)w->row_bytes * (uint64_t)w->n_out : 0;
+    }
+    return bytes;
+}
+static inline double ngram_reads(const struct ngram *g) {
+    return (double)g->n_head * (double)(g->table.row_bytes + g->scales.row_bytes);
+}
+/* Of all tables. */
+static inline double ngrams_reads(const struct model *m) {
+    double bytes = 0;
+    for (int i = 0; i < m->n_ngram; i++) bytes += ngram_reads(&m->ngram[i]);
+    return bytes;
+}
+
 /* Expected number of different experts that n tokens use if they choose independently. */
 static inline double experts_expected(const struct layer *layer, int n) {
     double none = 1;
@@ -2369,8 +2455,8 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
     ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams; (n_tok, n_res * n_embd) blocks */ \
-    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients, read_blocks; hc_low: (n_tok, n_hc) \
-                      how they are written */                                                                       \
+    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients, read_blocks, and (n_hc) how \
+                      the next half reads them, where that lags; hc_low: (n_tok, n_hc) how they are written */      \
     ACT(NORMS)     /* (n_tok, n_hc * n_embd) hc_low: norms of the streams */                                        \
     ACT(MIX_LOW)   /* (n_tok, hc_low) hc_low: how they are read, in the low rank */                                 \
     ACT(MIX_UP)    /* (n_tok, n_hc * n_embd) hc_low: the same for each value; keys of n-grams */                    \
@@ -2378,6 +2464,7 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(NGRAM_V)   /* (n_tok, n_embd) what they add to every stream */                                              \
     ACT(CK)        /* (n_tok, pooled / compress_ratio * head_k) compressor: values */                               \
     ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                          \
+    ACT(POOLED)    /* (n_tok, head_k) compressor: the key that a token completes, before its rotation */           \
     ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */               \
     ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */          \
     ACT(GROUPS)    /* (n_tok, n_out_group * o_lora) results of groups of heads */                                       \
@@ -2488,15 +2575,15 @@ enum {
        slots the sum of their norms (forward_parts). Then out = norm(x) unless norm is NULL. Overwrites A_H and        \
        A_ROUTED */                                                                                                     \
     X(void, add_result, STEP_PARAMS, STEP_ARGS)                                                                        \
-    /* hc_low: adds the partial sums to the streams as A_MIX says; out = norm(each stream) */                          \
+    /* adds the partial sums to the streams as A_MIX says; out = norm(each stream) */                                  \
     X(void, streams_norm, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* hc_low: out = the mean of the streams' norms (in[1]), each value times sigmoid(w silu(in[0] / n_hc)).           \
        Overwrites both, and A_MIX_UP */                                                                                \
     X(void, streams_read, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* out = rows of w, the table of n-grams, for each token and those before it */                                    \
     X(void, ngrams, STEP_PARAMS, STEP_ARGS)                                                                            \
-    /* adds to each stream its gate times values (in[2]), and their convolution; the gate is the product of the        \
-       stream's norm (in[0]) with the norm of a key (in[1]). Overwrites all three */                                   \
+    /* adds to each stream its gate times values (in[2]), and their convolution if there is one; the gate is the       \
+       product of the stream's norm (in[0]) with the norm of a key (in[1]). Overwrites all three */                    \
     X(void, ngrams_add, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* out = w times the groups of heads in `in` */                                                                    \
     X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
@@ -2513,9 +2600,13 @@ enum {
     /* out = multi-head latent attention (MLA) over the layer's cache, of q and kv (in): norms the latent in kv,       \
        rotates, and writes the latent and the shared key to the cache. Overwrites q and kv */                          \
     X(void, mla_attention, STEP_PARAMS, STEP_ARGS)                                                                     \
+    /* out = the compressed keys that tokens complete, before their rotation, of values and gates (in); 0 for tokens   \
+       that complete none. Writes rows of these to their ring */                                                       \
+    X(void, pool_keys, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* what attention of one KV head needs, of q and kv (in): norms and rotates the heads of q and the key in kv, and  \
        rotates the indexer's queries in A_IQ; writes the key to the window, the compressed keys that the batch         \
-       completes, from A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings. Overwrites q, kv and A_IQ */     \
+       completes, from A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings; with latent_index from A_POOLED  \
+       and A_IK, which it rotates. Overwrites q, kv and A_IQ */                                                        \
     X(void, csa_store, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* out = attention of one KV head over window and compressed keys of q (in), rotated back */                       \
     X(void, csa_attention, STEP_PARAMS, STEP_ARGS)                                                                     \
@@ -3116,11 +3207,14 @@ static inline int ngram_window(const struct ngram *g) {
     return g->n_conv > 1 ? (g->n_conv - 1) * g->size : g->size - 1;
 }
 
-/* The ring of n-grams: for every stream what is under the convolution, then the token's id, which F32 holds exactly. */
+/* Values of the ring's rows before the token's id: for every stream what is under the convolution. */
+static inline int ngram_kept_values(const struct model *m) { return m->ngram->n_conv ? m->n_hc * m->n_embd : 0; }
+
+/* The ring of n-grams: those values, then the token's id, which F32 holds exactly. */
 static inline struct cache_tensor ngram_ring(const struct model *m) {
-    struct cache_tensor p = cache_make(KV_F32, m->n_hc * m->n_embd + 1, 1);
+    struct cache_tensor p = cache_make(KV_F32, ngram_kept_values(m) + 1, 1);
     p.kind = ROWS_RING;
-    p.window = ngram_window(&m->ngram);
+    p.window = ngram_window(m->ngram);
     p.n_row = p.window + 2 * MAX_ROLLBACK;
     return p;
 }
@@ -3132,11 +3226,13 @@ static inline void csa_cache(const struct layer *layer, enum kv_type type, int n
     const struct attn *a = &layer->attn;
     out[CACHE_K] = cache_make(type, a->head_k, LATENT_GROUP);
     window_cache(&out[CACHE_K], a->window, n_ctx_train);
-    if (a->compress_ratio) {
+    if (csa_makes_keys(layer)) {
         out[CACHE_COMPRESSED] = compressed_cache(type, a, a->head_k, LATENT_GROUP);
-        out[CACHE_WINDOW] = compressor_ring(a, a->head_k);
+        if (compressor_gated(a)) out[CACHE_WINDOW] = compressor_ring(a, a->head_k);
+        if (a->latent_index) out[CACHE_INDEX] = compressed_cache(type, a, a->index_k, a->index_k);
+        out[CACHE_INDEX].pow2 = a->latent_index;
     }
-    if (a->n_index) index_compressed_cache(type, a, out);
+    if (a->n_index && !a->latent_index) index_compressed_cache(type, a, out);
     out[CACHE_K].pow2 = out[CACHE_COMPRESSED].pow2 = true; /* keys are rounded so: see round_key */
 }
 
@@ -3339,6 +3435,12 @@ static inline double layer_reads(const struct model *m, const struct layer *laye
     struct cache_tensor cache[CACHE_USES];
     double bytes = 0;
     layer_cache(m, layer, type, cache);
+    if (layer->attn.kv_back) { /* it reads keys of another layer */
+        struct cache_tensor of[CACHE_USES];
+        layer_cache(m, layer - layer->attn.kv_back, type, of);
+        cache[CACHE_COMPRESSED] = of[CACHE_COMPRESSED];
+        if (layer->attn.n_index) cache[CACHE_INDEX] = of[CACHE_INDEX];
+    }
     for (int u = first; u <= (int)last; u++) bytes += cache_tensor_reads(layer, (enum cache_use)u, &cache[u], n_past);
     return bytes;
 }
@@ -3367,13 +3469,19 @@ static inline double state_reads(const struct model *m, enum kv_type type, size_
     return bytes;
 }
 
-/* Values of a row of every activation, for the widest layer. */
+/* Where a row of A_MIX says how the next half reads the streams, where that lags; and the values of a row. */
+static inline int hc_lag_at(const struct model *m) { return (2 + m->n_hc) * m->n_hc + 1; }
+static inline int hc_mix_width(const struct model *m) {
+    return hc_lag_at(m) + (m->family->lagging_streams ? m->n_hc : 0);
+}
+
 /* A row of A_MIX where the residual is blocks: the squared sums of the rows of A_HC, for READ_Q to READ_V the scores of
  * each row, and the factors by which the halves of the pairs were normed. */
 static inline int blocks_mix_width(const struct model *m) {
     return m->n_res ? (1 + READ_FFN) * m->n_res + 2 * READ_FFN : 0;
 }
 
+/* Values of a row of every activation, for the widest layer. */
 static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_X] = width[A_H] = width[A_OUT] = m->n_embd;
     width[A_QA] = m->max.q_lora;
@@ -3392,7 +3500,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_EH] = mtp_streams(m) * m->max.eh;
     width[A_JOINED] = m->n_mtp && m->family->mtp_before_norm ? m->n_hc * m->n_embd : 0;
     width[A_HC] = (m->n_hc + m->n_res) * m->n_embd;
-    width[A_MIX] = m->hc_low ? m->n_hc : m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : blocks_mix_width(m);
+    width[A_MIX] = m->hc_low ? m->n_hc : m->n_hc ? hc_mix_width(m) : blocks_mix_width(m);
     width[A_PART] = width[A_ROUTED] = m->family->parts && m->n_expert_max ? m->n_embd : 0;
     width[A_HK] = width[A_HV] = m->n_res ? m->n_embd : 0;
     width[A_REL] = m->max.rel;
@@ -3401,11 +3509,12 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_GATE_LOW] = m->max.gate_low;
     width[A_FORGET] = width[A_GAIN] = m->max.gate_low ? m->n_embd : 0;
     width[A_PAIR_Q] = width[A_PAIR_K] = width[A_PAIR_V] = m->max.gate_low ? 2 * m->n_embd : 0;
-    width[A_NORMS] = width[A_MIX_UP] = m->hc_low ? m->n_hc * m->n_embd : 0;
+    width[A_NORMS] = width[A_MIX_UP] = m->hc_low || m->n_ngram ? m->n_hc * m->n_embd : 0;
     width[A_MIX_LOW] = m->hc_low;
-    width[A_NGRAM] = m->ngram.n_head * m->ngram.row;
-    width[A_NGRAM_V] = m->ngram.size ? m->n_embd : 0;
+    width[A_NGRAM] = m->ngram->n_head * m->ngram->row;
+    width[A_NGRAM_V] = m->n_ngram ? m->n_embd : 0;
     width[A_CK] = width[A_CG] = m->max.compressed;
+    width[A_POOLED] = m->max.pooled;
     width[A_ICK] = width[A_ICG] = m->max.index_compressed;
     width[A_GROUPS] = m->max.groups;
     width[A_LATENT] = width[A_LATENT_SUM] = m->max.latent;
@@ -3647,6 +3756,7 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
+    if (m->family->lagging_streams) return "the lagging streams and shared compressed keys of DeepSeek-V4.1";
     if (m->embd_scale > 0) return "the scaled embeddings and feed-forwards of Gemma 4";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
@@ -3709,7 +3819,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.n_topk = m->max.n_topk;
     d.scores = d.n_topk ? INDEX_SCORES : 0;
     d.joins = ((d.n_topk && !d.latent) || m->max.groups || s.n_timeline > 1 ? d.decode : 2) * d.heads;
-    d.ngram_gates = m->ngram.size ? 2 * (size_t)m->n_hc : 0;
+    d.ngram_gates = m->n_ngram ? 2 * (size_t)m->n_hc : 0;
     d.n_hc_sum = m->n_hc && !m->hc_low ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
@@ -3941,8 +4051,12 @@ struct loader {
     bool unrotated;                 /* rotations are by 0 at every position */
     bool no_rope;                   /* latent attention has no rotated values */
     int compress_ratio[MAX_LAYERS]; /* tokens of a compressed key, 0: there are none */
-    int n_expert_ids;               /* the first layers that find experts by token ids */
-    float value_scale;              /* factor of values; 0: 1; then by layer: */
+    int kv_back[MAX_LAYERS];        /* layers back to the one that has its compressed keys; and whether it chooses: */
+    bool chooses[MAX_LAYERS];
+    /* who finds the blocks that later choices are limited to, how many, and their keys; candidates 0: nobody */
+    int candidate_layer, candidates, candidate_block;
+    int n_expert_ids;  /* the first layers that find experts by token ids */
+    float value_scale; /* factor of values; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
     int n_ff[MAX_LAYERS]; /* feed_forward_length where layers may lack a feed-forward: 0, they do */
     int n_latent;
@@ -4925,9 +5039,9 @@ static void loader_ratios(struct loader *l) {
     }
 }
 
-/* Reads the metadata of DeepSeek-V4: a window with a rotation of its own, compressed keys, an indexer of those whose
- * keys overlap, hyper-connections. */
-static void read_deepseek4(struct loader *l) {
+/* Reads the metadata of DeepSeek-V4 and V4.1: a window with a rotation of its own, compressed keys, an indexer,
+ * hyper-connections. */
+static void read_csa(struct loader *l) {
     struct attn *a = &l->attn;
     struct model *m = l->m;
     const int blocks = model_blocks(m);
@@ -4944,7 +5058,6 @@ static void read_deepseek4(struct loader *l) {
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
     read_indexer(l, 1);
     read_hyper(l);
-    l->n_expert_ids = loader_int_in(l, "hash_layer_count", KEY_REQUIRED, KEY_LO, m->n_layer);
     loader_ratios(l);
     loader_num_or(l, "expert_weights_scale", KEY_REQUIRED);
     char key[128];
@@ -4968,21 +5081,129 @@ static void read_deepseek4(struct loader *l) {
                     a->head_v, a->head_k);
 }
 
-/* A layer of DeepSeek-V4. Keys of 4 tokens overlap, and an indexer chooses among them. */
-static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
-    enum { OVERLAPPING = 4 };
-    const int compress_ratio = l->compress_ratio[il];
+/* The same of DeepSeek-V4, whose first layers find experts by token ids. */
+static void read_deepseek4(struct loader *l) {
+    read_csa(l);
+    l->n_expert_ids = loader_int_in(l, "hash_layer_count", KEY_REQUIRED, KEY_LO, l->m->n_layer);
+}
+
+/* What layers of DeepSeek-V4 and V4.1 have in common. */
+static void layer_csa(struct loader *l, struct layer *layer, int il) {
     struct attn *a = &layer->attn;
     layer->mixer = MIXER_CSA;
-    *a = compress_ratio ? l->attn : l->attn_window;
+    *a = l->compress_ratio[il] ? l->attn : l->attn_window;
     a->n_head = a->whole_head = l->n_head[il];
     a->n_head_kv = a->whole_head_kv = 1;
-    a->compress_ratio = compress_ratio;
-    a->pooled = compress_ratio == OVERLAPPING ? 2 * compress_ratio : compress_ratio;
-    if (compress_ratio != OVERLAPPING) a->n_index = a->top_k = 0;
+    a->compress_ratio = a->pooled = l->compress_ratio[il];
     a->has_sinks = true;
     layer->has_expert_ids = il < l->n_expert_ids;
     layer_clamps(l, layer, il, glu_clamp_silu);
+}
+
+/* A layer of DeepSeek-V4. Keys of 4 tokens overlap, and an indexer chooses among them. */
+static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
+    enum { OVERLAPPING = 4 };
+    struct attn *a = &layer->attn;
+    layer_csa(l, layer, il);
+    if (a->compress_ratio == OVERLAPPING) a->pooled *= 2;
+    else a->n_index = a->top_k = 0;
+}
+
+/* Reads an ascending list of layers, which may be missing. */
+static void loader_layer_list(struct loader *l, const char *suffix, bool in[MAX_LAYERS]) {
+    char key[128];
+    int64_t v, last = -1;
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    memset(in, 0, MAX_LAYERS * sizeof *in);
+    for (uint64_t i = 0; kv && i < kv->n && !l->failed; i++, last = v) {
+        if (!gguf_elem_int(kv, i, &v) || v <= last || v >= l->m->n_layer) {
+            loader_fail(l, "metadata key '%s' has no layer from %lld to %d at index %llu", key, (long long)last + 1,
+                        l->m->n_layer - 1, (unsigned long long)i);
+            return;
+        }
+        in[v] = true;
+    }
+}
+
+/* Reads which layers make compressed keys, and which choose among them. Each layer has those of the latest one that makes
+ * some, and the latest choice. */
+static void read_sources(struct loader *l) {
+    static const char *const lists[2] = {"attention.kv_source_layers", "attention.index_source_layers"};
+    bool makes[MAX_LAYERS];
+    int latest = -1;
+    loader_layer_list(l, lists[0], makes);
+    loader_layer_list(l, lists[1], l->chooses);
+    for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
+        const int ratio = l->compress_ratio[il];
+        if (makes[il]) latest = il;
+        if (ratio > 2)
+            loader_fail(l, "metadata key '%s.attention.compress_ratios' has %d for layer %d, expected 0, 1 or 2",
+                        l->arch, ratio, il);
+        else if (!ratio && l->chooses[il])
+            loader_fail(l, "metadata key '%s.%s' has layer %d, which has no compressed keys", l->arch, lists[1], il);
+        else if (makes[il] && !l->chooses[il])
+            loader_fail(l, "metadata key '%s.%s' has layer %d, which '%s.%s' lacks", l->arch, lists[0], il, l->arch,
+                        lists[1]);
+        else if (ratio && (latest < 0 || l->compress_ratio[latest] != ratio))
+            loader_fail(l, "metadata key '%s.%s' has no layer for the compressed keys of %d tokens of layer %d",
+                        l->arch, lists[0], ratio, il);
+        l->kv_back[il] = ratio ? il - latest : 0;
+    }
+}
+
+/* Reads which blocks of keys later choices are limited to. A block has keys enough for a choice, so that the limit never
+ * makes it smaller. */
+static void read_candidates(struct loader *l) {
+    const char *const key = "attention.indexer.candidate_source_layer";
+    const int64_t from = loader_int(l, key);
+    if (l->failed || from < 0) return; /* UINT32_MAX, which is -1 here */
+    if (from >= l->m->n_layer || !l->chooses[from])
+        loader_fail(l, "metadata key '%s.%s' is %lld, expected a layer of '%s.attention.index_source_layers'", l->arch,
+                    key, (long long)from, l->arch);
+    if (l->failed) return;
+    for (int il = (int)from; il < l->m->n_layer && !l->failed; il++)
+        if (l->chooses[il] && l->compress_ratio[il] != l->compress_ratio[from])
+            loader_fail(l, "layer %d has compressed keys of %d tokens, expected %d, as '%s.%s' has layer %lld", il,
+                        l->compress_ratio[il], l->compress_ratio[from], l->arch, key, (long long)from);
+    l->candidate_layer = (int)from;
+    l->candidates = loader_int(l, "attention.indexer.candidate_topk_blocks");
+    l->candidate_block = loader_int(l, "attention.indexer.candidate_block_size");
+    const int64_t least = ((int64_t)l->candidates - 1) * l->candidate_block + 1;
+    if (!l->failed && least < l->attn.top_k)
+        loader_fail(
+            l,
+            "metadata key '%s.attention.indexer.candidate_topk_blocks' is %d, which leaves %lld of blocks of %d "
+            "keys, expected at least attention.indexer.top_k, %d",
+            l->arch, l->candidates, (long long)least, l->candidate_block, l->attn.top_k);
+}
+
+static void read_engrams(struct loader *l);
+
+/* Reads the metadata of DeepSeek-V4.1. */
+static void read_deepseek41(struct loader *l) {
+    loader_int_in(l, "nextn_predict_layers", 0, 0, 0); /* DSpark's prediction layers are not supported */
+    read_csa(l);
+    l->attn.latent_index = l->attn_window.latent_index = true;
+    l->attn.plain_q = l->attn_window.plain_q = true;
+    read_sources(l);
+    read_candidates(l);
+    read_engrams(l);
+}
+
+/* A layer of DeepSeek-V4.1. */
+static void layer_deepseek41(struct loader *l, struct layer *layer, int il) {
+    const struct model *m = l->m;
+    struct attn *a = &layer->attn;
+    layer_csa(l, layer, il);
+    for (int i = 0; i < m->n_ngram; i++)
+        if (m->ngram[i].layer == il) layer->ngrams = 1 + i;
+    a->kv_back = l->kv_back[il];
+    if (!l->chooses[il]) a->n_index = 0;
+    if (!a->compress_ratio) a->top_k = 0;
+    if (!a->n_index || !l->candidates || il < l->candidate_layer) return;
+    a->candidates = l->candidates;
+    a->candidate_block = l->candidate_block;
+    a->candidate_back = il - l->candidate_layer;
 }
 
 /* Compressed sparse attention (CSA, DeepSeek-V4). All heads share one KV head, whose key k_t is its value too. A query
@@ -4995,17 +5216,33 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
  *
  * j runs over the tokens of key m: the r own ones and, with overlap, as many before them, for which v, g and a have
  * columns of their own. a_j depends on the token's place in its key. The result is rotated back, because values
- * are keys, which are rotated. An indexer, whose keys are compressed likewise, chooses top_k of the C_m. */
+ * are keys, which are rotated. An indexer, whose keys are compressed likewise, chooses top_k of the C_m.
+ *
+ * DeepSeek-V4.1 does not norm the heads of queries. Few of its layers make compressed keys, of r = 1 or 2 tokens without
+ * a_j and overlap, r = 1 without g_j; the layers after such a layer have the same. Few layers choose, and those after them
+ * have the same choice. The indexer's keys K_m are made of the compressed ones, L_m before their rotation:
+ *
+ *   C_m = R_s L_m        K_m = R_s N(W^KI L_m)        I_t,m = sum over j of w_t,j ReLU(R_t q^I_t,j . K_m)
+ *
+ * One layer divides the compressed keys into blocks, of candidate_block keys each, whose scores are the largest of their
+ * keys' I; later layers choose among the `candidates` best blocks, of which the latest is always one. */
 
 /* A layer's attention of one KV head over a window and compressed keys. */
 static void forward_csa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
+    const bool pools = csa_makes_keys(l) && l->attn.latent_index;
     LINEAR(p, il, layer_input(p, m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->compressor.kv, A_CK},
            {&l->compressor.gate, A_CG}, {&l->index_compressor.kv, A_ICK}, {&l->index_compressor.gate, A_ICG},
            {&l->w_index, A_IW});
     LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
+    if (pools) {
+        step_add(p, OP_pool_keys, il, SLOTS(A_CK, compressor_gated(&l->attn) ? A_CG : ACT_COUNT), A_POOLED);
+        LINEAR(p, il, plain(A_POOLED), {&l->wk_index, A_IK});
+    }
     step_add(p, OP_csa_store, il,
-             l->attn.n_index          ? SLOTS(A_Q, A_K, A_CK, A_CG, A_IQ, A_ICK, A_ICG)
+             pools                    ? SLOTS(A_Q, A_K, A_POOLED, A_IQ, A_IK)
+             : l->attn.latent_index   ? SLOTS(A_Q, A_K, l->attn.n_index ? A_IQ : ACT_COUNT)
+             : l->attn.n_index        ? SLOTS(A_Q, A_K, A_CK, A_CG, A_IQ, A_ICK, A_ICG)
              : l->attn.compress_ratio ? SLOTS(A_Q, A_K, A_CK, A_CG)
                                       : SLOTS(A_Q, A_K),
              ACT_COUNT);
@@ -5398,7 +5635,7 @@ static void loader_longs(struct loader *l, const char *suffix, int n, const char
 
 /* Reads which layer the table of n-grams has, and how rows are found in it. */
 static void read_ngrams(struct loader *l) {
-    struct ngram *g = &l->m->ngram;
+    struct ngram *g = l->m->ngram;
     char key[128];
     int64_t layer;
     const struct gguf_kv *kv = loader_key(l, "ple.layers", key);
@@ -5410,6 +5647,8 @@ static void read_ngrams(struct loader *l) {
         loader_fail(l, "metadata key '%s' is missing or has no number for each of 1 layers, expected 0 to %d", key,
                     l->m->n_layer - 1);
     if (l->failed) return;
+    l->m->n_ngram = 1;
+    g->ends = true;
     g->layer = (int)layer;
     g->size = loader_int(l, "ple.ngram_size");
     g->per_size = loader_int_in(l, "ple.heads_per_ngram", KEY_REQUIRED, 1, NGRAM_HEADS / int_max(1, g->size - 1));
@@ -5420,6 +5659,48 @@ static void read_ngrams(struct loader *l) {
     loader_longs(l, "ple.layer_multipliers", g->size, "tokens", g->multiplier);
     loader_longs(l, "ple.head_offsets", g->n_head, "heads", g->offset);
     loader_longs(l, "ple.head_vocab_sizes", g->n_head, "heads", g->n_row);
+}
+
+/* Reads the tables of n-grams of DeepSeek-V4.1 (Engram), whose keys have the numbers of one layer after the other. */
+static void read_engrams(struct loader *l) {
+    struct model *m = l->m;
+    bool has[MAX_LAYERS];
+    int layer[NGRAM_TABLES], n = 0;
+    int64_t rows[NGRAM_TABLES], factor[NGRAM_TABLES * NGRAM_MAX], at[NGRAM_TABLES * NGRAM_HEADS],
+        size[NGRAM_TABLES * NGRAM_HEADS];
+    loader_layer_list(l, "engram.layers", has);
+    for (int il = 0; il < m->n_layer && !l->failed; il++) {
+        if (has[il] && n == NGRAM_TABLES)
+            loader_fail(l, "metadata key '%s.engram.layers' has more than %d layers", l->arch, NGRAM_TABLES);
+        else if (has[il]) layer[n++] = il;
+    }
+    if (l->failed || !n) return;
+    struct ngram g = {.size = loader_int(l, "engram.ngram_size")};
+    g.per_size = loader_int_in(l, "engram.head_count", KEY_REQUIRED, 1, NGRAM_HEADS / int_max(1, g.size - 1));
+    g.n_head = (g.size - 1) * g.per_size;
+    g.row = loader_int(l, "engram.head_dim");
+    g.eos = loader_int(l, "engram.pad_token_id");
+    g.n_id = loader_int(l, "engram.compressed_vocab_size");
+    loader_longs(l, "engram.embedding_counts", n, "layers", rows);
+    loader_longs(l, "engram.multipliers", n * g.size, "tokens", factor);
+    loader_longs(l, "engram.head_offsets", n * g.n_head, "heads", at);
+    loader_longs(l, "engram.head_bucket_sizes", n * g.n_head, "heads", size);
+    if (!l->failed && g.row % NGRAM_SCALE)
+        loader_fail(l, "metadata key '%s.engram.head_dim' is %d, expected a multiple of %d", l->arch, g.row,
+                    NGRAM_SCALE);
+    for (int i = 0; i < n && !l->failed; i++) {
+        g.layer = layer[i];
+        memcpy(g.multiplier, factor + i * g.size, (size_t)g.size * sizeof *factor);
+        memcpy(g.offset, at + i * g.n_head, (size_t)g.n_head * sizeof *at);
+        memcpy(g.n_row, size + i * g.n_head, (size_t)g.n_head * sizeof *size);
+        for (int h = 0; h < g.n_head; h++)
+            if (g.offset[h] + g.n_row[h] > rows[i])
+                loader_fail(l,
+                            "metadata key '%s.engram.embedding_counts' has %lld for layer %d, expected at least %lld",
+                            l->arch, (long long)rows[i], layer[i], (long long)(g.offset[h] + g.n_row[h]));
+        g.table.n_out = (int)rows[i];
+        m->ngram[m->n_ngram++] = g;
+    }
 }
 
 /* Reads the metadata of Qwen3.8-Flash-Next. Files have no key for the gates of delta nets, which act by their sigmoid. */
@@ -5441,16 +5722,16 @@ static void read_qwen4exp(struct loader *l) {
                         l->arch, ratio, il, l->attn.top_k);
     }
     read_ngrams(l);
-    if (!l->failed && m->ngram.size && !l->recurrent[m->ngram.layer])
+    if (!l->failed && m->n_ngram && !l->recurrent[m->ngram->layer])
         loader_fail(l, "metadata key '%s.ple.layers' has %d, which is a layer of attention, expected a gated delta net",
-                    l->arch, m->ngram.layer);
+                    l->arch, m->ngram->layer);
 }
 
 /* A layer of Qwen3.8-Flash-Next. */
 static void layer_qwen4exp(struct loader *l, struct layer *layer, int il) {
     layer_qwen35(l, layer, il);
     layer->post_norm = false;
-    layer->ngrams = l->m->ngram.size && il == l->m->ngram.layer;
+    layer->ngrams = l->m->n_ngram && il == l->m->ngram->layer;
     if (!l->recurrent[il]) layer->attn.index_block = l->compress_ratio[il];
 }
 
@@ -5475,7 +5756,7 @@ static void layer_qwen4exp(struct loader *l, struct layer *layer, int il) {
 static void forward_ngrams(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     step_add_streams_norm(p, il, il ? A_OUT : ACT_COUNT, l->ngram_query_norm);
-    step_add(p, OP_ngrams, il, SLOTS(ACT_COUNT), A_NGRAM)->w[0] = &m->ngram.table;
+    step_add(p, OP_ngrams, il, SLOTS(ACT_COUNT), A_NGRAM)->w[0] = &layer_ngram(m, l)->table;
     LINEAR(p, il, plain(A_NGRAM), {&l->ngram_key, A_MIX_UP}, {&l->ngram_value, A_NGRAM_V});
     step_add(p, OP_ngrams_add, il, SLOTS(A_NORMS, A_MIX_UP, A_NGRAM_V), A_HC);
 }
@@ -5690,6 +5971,8 @@ static const struct family families[] = {
      .read = read_glm_dsa,  .layer = layer_sparse},
     {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .mtp_before_norm = true, .qat = true,
      .read = read_deepseek4, .layer = layer_deepseek4},
+    {.arch = "deepseek41", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .lagging_streams = true,
+     .read = read_deepseek41, .layer = layer_deepseek41},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -5913,6 +6196,17 @@ static void loader_fused_mamba(struct loader *l, struct layer *layer, int il) {
     layer->w_alpha = weight_view(&in, 2 * value + 2 * key, layer->delta.n_value);
 }
 
+/* Cuts up engram_kv: the rows of a key for every stream, then those of the value. */
+static void loader_fused_ngrams(struct loader *l, struct layer *layer, int il) {
+    const int n_embd = l->m->n_embd, keys = l->m->n_hc * n_embd;
+    struct weight kv = {0};
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.engram_kv", il);
+    loader_weight(l, &kv, layer_dim(l->m, layer, DIM_NGRAM), keys + n_embd, 1, false, name);
+    layer->ngram_key = weight_view(&kv, 0, keys);
+    layer->ngram_value = weight_view(&kv, keys, n_embd);
+}
+
 /* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up, gate rows first;
  * queries, keys and values; taps of convolutions. */
 static void loader_fused(struct loader *l, struct layer *layer, int il) {
@@ -5937,6 +6231,7 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
     if (layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
     if (layer->delta.n_decay > 1) loader_taps(l, layer, il);
     if (layer->mixer == MIXER_MAMBA) loader_fused_mamba(l, layer, il);
+    if (layer->ngrams && !l->m->ngram->n_conv) loader_fused_ngrams(l, layer, il);
     if (layer->mixer != MIXER_GQA || layer->attn.v_is_k) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
@@ -5978,24 +6273,90 @@ static void loader_negate(struct loader *l, const float **v, int n) {
     if (to) *v = to;
 }
 
-/* Binds the table of n-grams, and checks that every row that a hash may choose is there. */
-static void loader_ngrams(struct loader *l) {
-    struct ngram *g = &l->m->ngram;
-    const struct gguf_tensor *t = loader_tensor(l, "per_layer_token_embd.weight", (uint64_t)g->row, 0, 1, false);
+/* Reads the ids by which tokens are hashed. */
+static const int32_t *loader_token_ids(struct loader *l, int n_id) {
+    char key[128];
+    const int n = l->m->n_vocab;
+    const struct gguf_kv *kv = loader_key(l, "engram.token_map", key);
+    int32_t *ids = l->failed || !kv ? NULL : loader_own(l, (size_t)n * sizeof *ids);
+    if (!l->failed && !kv && n_id < n)
+        loader_fail(l,
+                    "metadata key '%s' is missing, and '%s.engram.compressed_vocab_size' is %d, fewer than %d tokens",
+                    key, l->arch, n_id, n);
+    if (ids && (!kv->is_array || kv->n < (uint64_t)n))
+        loader_fail(l, "metadata key '%s' has no number for each of %d tokens", key, n);
+    for (int i = 0; ids && i < n && !l->failed; i++) {
+        int64_t v;
+        if (!gguf_elem_int(kv, (uint64_t)i, &v) || v < 0 || v >= n_id)
+            loader_fail(l, "metadata key '%s' has no whole number from 0 to %d at index %d", key, n_id - 1, i);
+        else ids[i] = (int32_t)v;
+    }
+    return ids;
+}
+
+/* Binds a matrix of bytes. */
+static void loader_bytes(struct loader *l, struct weight *w, int n_in, int n_out, const char *name) {
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, false);
     if (!t) return;
-    for (int i = 0; i < g->size && !l->failed; i++)
-        if (g->multiplier[i] > INT64_MAX / l->m->n_vocab)
-            loader_fail(l, "metadata key '%s.ple.layer_multipliers' has %lld, expected at most %lld with %d tokens",
-                        l->arch, (long long)g->multiplier[i], (long long)(INT64_MAX / l->m->n_vocab), l->m->n_vocab);
-    for (int i = 0; i < g->n_head && !l->failed; i++)
+    if (t->type != GGUF_I8) {
+        loader_fail(l, "tensor '%s' has the type %s, expected I8", name, gguf_type_info(t->type).name);
+        return;
+    }
+    *w = (struct weight){.data = t->data,
+                         .type = (enum gguf_type)GGUF_I8,
+                         .n_in = n_in,
+                         .n_out = n_out,
+                         .n_expert = 1,
+                         .row_bytes = (size_t)n_in,
+                         .expert_bytes = (size_t)n_in * (size_t)n_out};
+}
+
+/* Binds the rows of a table of n-grams of one layer (Engram): of E4M3 with scales, or of a format of weights. */
+static void loader_engram(struct loader *l, struct ngram *g) {
+    char name[64], scales[64];
+    const int rows = g->table.n_out;
+    snprintf(scales, sizeof scales, "blk.%d.engram_embd_scale.weight", g->layer);
+    if (gguf_find_tensor(l->g, scales)) {
+        snprintf(name, sizeof name, "blk.%d.engram_embd.weight", g->layer);
+        loader_bytes(l, &g->table, g->row, rows, name);
+        loader_bytes(l, &g->scales, g->row / NGRAM_SCALE, rows, scales);
+        return;
+    }
+    snprintf(name, sizeof name, "blk.%d.engram_embd", g->layer);
+    loader_weight(l, &g->table, g->row, rows, 1, false, name);
+}
+
+/* Binds the table of n-grams that all layers share. */
+static void loader_ngram_table(struct loader *l, struct ngram *g) {
+    const struct gguf_tensor *t = loader_tensor(l, "per_layer_token_embd.weight", (uint64_t)g->row, 0, 1, false);
+    for (int i = 0; t && i < g->n_head && !l->failed; i++)
         if (t->ne[1] > INT32_MAX || g->offset[i] + g->n_row[i] > (int64_t)t->ne[1])
             loader_fail(l,
                         "tensor 'per_layer_token_embd.weight' has %llu rows, expected %lld for head %d, and at most %d",
                         (unsigned long long)t->ne[1], (long long)(g->offset[i] + g->n_row[i]), i, INT32_MAX);
-    if (!l->failed && g->eos >= l->m->n_vocab)
-        loader_fail(l, "metadata key '%s.ple.eos_token_id' is %d, expected one of %d tokens", l->arch, g->eos,
-                    l->m->n_vocab);
     loader_weight(l, &g->table, g->row, l->failed ? 0 : (int)t->ne[1], 1, false, "per_layer_token_embd");
+}
+
+/* Binds the tables of n-grams, and checks that no product of a hash overflows. The rows that hashes may choose are there:
+ * see read_engrams. */
+static void loader_ngrams(struct loader *l) {
+    struct ngram *first = l->m->ngram;
+    const bool shared = first->ends; /* a key of its family's, and a tensor of no layer */
+    const char *const factors = shared ? "ple.layer_multipliers" : "engram.multipliers";
+    const int32_t *ids = shared ? NULL : loader_token_ids(l, first->n_id);
+    for (struct ngram *g = first; g < first + l->m->n_ngram && !l->failed; g++) {
+        const int64_t n = shared ? l->m->n_vocab : g->n_id;
+        g->id = ids;
+        for (int i = 0; i < g->size && !l->failed; i++)
+            if (g->multiplier[i] > INT64_MAX / n)
+                loader_fail(l, "metadata key '%s.%s' has %lld, expected at most %lld with %lld tokens", l->arch,
+                            factors, (long long)g->multiplier[i], (long long)(INT64_MAX / n), (long long)n);
+        if (!l->failed && g->eos >= l->m->n_vocab)
+            loader_fail(l, "metadata key '%s.%s' is %d, expected one of %d tokens", l->arch,
+                        shared ? "ple.eos_token_id" : "engram.pad_token_id", g->eos, l->m->n_vocab);
+        if (shared) loader_ngram_table(l, g);
+        else loader_engram(l, g);
+    }
 }
 
 /* Multiplies the weights of the router's norm by n_embd^-0.5, the factor of what a router reads there. */
@@ -6083,6 +6444,8 @@ static void model_max_dims(struct model *m) {
         x->n_index = int_max(x->n_index, a->n_index);
         x->index_k = int_max(x->index_k, a->index_k);
         x->top_k = int_max(x->top_k, a->top_k);
+        x->candidates = int_max(x->candidates, a->candidates);
+        x->pooled = int_max(x->pooled, csa_makes_keys(layer) && a->latent_index ? a->head_k : 0);
         if (attn_topk_all(a) > x->n_topk) x->n_topk = attn_topk_all(a);
         x->compressed = int_max(x->compressed, layer_dim(m, layer, DIM_COMPRESSED));
         x->index_compressed = int_max(x->index_compressed, layer_dim(m, layer, DIM_INDEX_COMPRESSED));
@@ -6208,10 +6571,10 @@ static int model_tensors(struct model *m, char *err) {
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
     if (!m->hc_low) m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
-    if (m->n_hc && !m->family->mean_streams) loader_hc(&l);
+    if (m->n_hc && family_reads_last(m->family)) loader_hc(&l);
     if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
     if (m->n_res) m->embd_norm = loader_vector(&l, "token_embd_norm.weight", m->n_embd, 1, false);
-    if (m->ngram.size) loader_ngrams(&l);
+    if (m->n_ngram) loader_ngrams(&l);
     if (!l.failed) loader_layers(&l);
     if (!l.failed) model_max_dims(m);
     loader_leftovers(&l);
@@ -6294,13 +6657,15 @@ static void model_prefetch(const struct model *m) {
     if (shown > t0) status_line("%s", "");
 }
 
-/* Tells the system that a token reads few rows of the table of n-grams, so that a page fault reads one page. */
+/* Tells the system that a token reads few rows of a table of n-grams, so that a page fault reads one page. */
 static void model_advise(const struct model *m) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const struct weight *w = &m->ngram.table;
-    const uintptr_t from = ((uintptr_t)w->data + page - 1) / page * page;
-    const uintptr_t to = ((uintptr_t)w->data + (size_t)w->n_out * w->row_bytes) / page * page;
-    if (from < to) madvise((void *)from, to - from, MADV_RANDOM);
+    for (int i = 0; i < 2 * m->n_ngram; i++) {
+        const struct weight *w = i % 2 ? &m->ngram[i / 2].scales : &m->ngram[i / 2].table;
+        const uintptr_t from = ((uintptr_t)w->data + page - 1) / page * page;
+        const uintptr_t to = ((uintptr_t)w->data + (size_t)w->n_out * w->row_bytes) / page * page;
+        if (w->data && from < to) madvise((void *)from, to - from, MADV_RANDOM);
+    }
 }
 
 /* Opens, maps and binds a model file, or with `header` its header alone. 0, or -1 with a message that begins with the
@@ -6310,7 +6675,7 @@ static int model_open(struct model *m, const char *path, bool header, char *err)
     memset(m, 0, sizeof *m);
     if ((header ? gguf_open_header : gguf_open)(&m->gguf, path, err, ERR_MAX)) return -1;
     if (model_bind(m, why)) return fail(err, "'%.200s': %s", path, why);
-    if (m->ngram.size && !header) model_advise(m);
+    if (!header) model_advise(m);
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
@@ -6541,8 +6906,13 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->n_ff_shared = dim_range(m, whole, DIM_SHARED, h, shard).n;
 }
 
-/* Whether a pipeline stage may begin with layer il: not where a layer then takes the choice of keys of one before it. */
+/* Whether a pipeline stage may begin with layer il: not where a layer then takes of one before it the choice of keys,
+ * compressed keys or blocks to choose among. */
 static bool stage_can_start(const struct model *m, int il) {
+    for (int i = il; i < m->n_layer; i++) {
+        const struct attn *a = &m->layers[i].attn;
+        if (a->kv_back > i - il || a->candidate_back > i - il) return false;
+    }
     while (il < m->n_layer - 1 && !m->layers[il].attn.top_k) il++;
     return !m->layers[il].attn.top_k || m->layers[il].attn.n_index;
 }
@@ -6689,6 +7059,30 @@ static const struct synth synths[] = {
      "attention.compress_rope_freq_base=160000 rope.scaling.factor=16 hyper_connection.epsilon=1e-6 "
      "swiglu_clamp_exp=10 swiglu_clamp_shexp=10 attention.compress_ratios=0,0,4:128*,0 rope.scaling.type=yarn "
      "expert_weights_scale=1.5 attention.layer_norm_rms_epsilon=1e-6 rope.freq_base=10000", .ff_type = GGUF_MXFP4},
+    {"deepseek-v4.1-flash", "deepseek41", .keys =
+     "context_length=1048576 embedding_length=5120 block_count=40 attention.head_count=64 attention.head_count_kv=1 "
+     "attention.sliding_window=128 attention.key_length=512 attention.value_length=512 attention.q_lora_rank=1280 "
+     "rope.dimension_count=64 expert_count=384 expert_used_count=6 expert_feed_forward_length=2304 "
+     "expert_shared_count=1 attention.indexer.head_count=32 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=512 attention.indexer.candidate_source_layer=20 "
+     "attention.indexer.candidate_topk_blocks=2048 attention.indexer.candidate_block_size=8 "
+     "attention.compress_ratios=0*2,2*18,1*20 attention.kv_source_layers=2,8,14,20 attention.index_source_layers=2,8,"
+     "14,20,24,28,32,36 attention.output_group_count=8 attention.output_lora_rank=1024 hyper_connection.count=4 "
+     "hyper_connection.sinkhorn_iterations=20 hyper_connection.epsilon=1e-6 engram.layers=1,14 engram.ngram_size=4 "
+     "engram.head_count=8 engram.head_dim=256 engram.pad_token_id=2 engram.compressed_vocab_size=129280 "
+     "engram.embedding_counts=384006168,384016682 engram.multipliers=58737837727525,3709723095905,27562777300965,"
+     "56710653182447,51904348776103,39482587155911,23700944747927,63326921340579 engram.head_bucket_sizes=16000057,"
+     "16000079,16000081,16000097,16000121,16000129,16000133,16000183,16000189,16000207,16000211,16000253,16000277,"
+     "16000289,16000307,16000321,16000339,16000381,16000393,16000399,16000403,16000409,16000447,16000463,16000477,"
+     "16000487,16000499,16000507,16000511,16000573,16000609,16000627,16000667,16000669,16000693,16000697,16000711,"
+     "16000729,16000759,16000769,16000781,16000799,16000813,16000819,16000841,16000877,16000879,16000889 "
+     "engram.head_offsets=0,16000057,32000136,48000217,64000314,80000435,96000564,112000697,128000880,144001069,"
+     "160001276,176001487,192001740,208002017,224002306,240002613,256002934,272003273,288003654,304004047,320004446,"
+     "336004849,352005258,368005705,0,16000477,32000964,48001463,64001970,80002481,96003054,112003663,128004290,"
+     "144004957,160005626,176006319,192007016,208007727,224008456,240009215,256009984,272010765,288011564,304012377,"
+     "320013196,336014037,352014914,368015793 vocab_size=129280 attention.compress_rope_freq_base=160000 "
+     "rope.scaling.type=yarn rope.scaling.factor=16 rope.scaling.original_context_length=65536 rope.freq_base=10000 "
+     "swiglu_clamp_exp=10 swiglu_clamp_shexp=10 expert_weights_scale=1.5 attention.layer_norm_rms_epsilon=1e-20", .ff_type = GGUF_MXFP4},
     {"deepseek-v4", "deepseek4", .keys =
      "context_length=1048576 embedding_length=7168 block_count=62 nextn_predict_layers=1 attention.head_count=128 "
      "attention.head_count_kv=1 attention.sliding_window=128 attention.key_length=512 attention.value_length=512 "
@@ -6963,6 +7357,15 @@ static int synth_int(const struct synth *y, const char *key) {
     return n > MOST ? MOST : n < -MOST ? -MOST : (int)n;
 }
 
+/* Moves *p after the number that stands there; 0: none does. */
+static long skip_number(const char **p) {
+    char *end;
+    if (**p < '0' || **p > '9') return 0;
+    const long v = strtol(*p, &end, 10);
+    *p = end;
+    return v;
+}
+
 /* Gives a shape a key, in place of the one that it may have. */
 __attribute__((format(printf, 3, 4))) static void synth_set(struct synth *y, const char *key, const char *fmt, ...) {
     const char *old = synth_find_key(y->more, key);
@@ -6984,9 +7387,28 @@ static int synth_layers(const struct synth *y) {
     return synth_int(y, "block_count") - synth_int(y, "nextn_predict_layers");
 }
 
-/* No more layers find experts by token ids than there are, and one of them has the table of n-grams. */
+/* Takes out of an ascending list of layers, if the shape has it, those from n on; where none is left, the key. */
+static void synth_cut(struct synth *y, const char *key, int n) {
+    const char *const list = synth_value(y, key);
+    size_t kept = 0;
+    if (!list) return;
+    for (const char *p = list; *p >= '0' && *p <= '9'; p++) {
+        if (skip_number(&p) >= n) {
+            synth_set(y, key, "%.*s", (int)kept, list);
+            return;
+        }
+        kept = (size_t)(p - list);
+        if (*p != ',') return;
+    }
+}
+
+/* No more layers find experts by token ids than there are, and one of them has the table of n-grams. Lists of layers end
+ * with the last one. */
 static void synth_fit(struct synth *y) {
+    static const char *const lists[] = {"attention.kv_source_layers", "attention.index_source_layers",
+                                        "attention.indexer.candidate_source_layer", "engram.layers"};
     const int n = int_max(0, synth_layers(y));
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) synth_cut(y, lists[i], n);
     if (synth_int(y, "hash_layer_count") > n) synth_set(y, "hash_layer_count", "%d", n);
     if (synth_value(y, "ple.layers") && synth_int(y, "ple.layers") >= n)
         synth_set(y, "ple.layers", "%d", int_max(0, n - 1));
@@ -7093,7 +7515,8 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
             char key[128];
             snprintf(key, sizeof key, "%.*s", (int)n, p);
             for (int k = 0; k < i; k++) before |= synth_find_key(texts[k], key) != NULL;
-            if (!before) synth_put(&w, y, key_rule_of(key), i ? p + n + 1 : synth_value(y, key));
+            const char *const v = i ? p + n + 1 : synth_value(y, key);
+            if (!before && *v && *v != ' ') synth_put(&w, y, key_rule_of(key), v); /* empty: see synth_cut */
         }
     gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
     for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
@@ -7145,15 +7568,6 @@ static void synth_check(const struct synth *y, const char *arg) {
             die_usage("--synth %s: the shape has no use for the key '%s.%s'", arg, y->arch, key_rules[i].suffix);
     model_free(&m);
     free(header);
-}
-
-/* Moves *p after the number that stands there; 0: none does. */
-static long skip_number(const char **p) {
-    char *end;
-    if (**p < '0' || **p > '9') return 0;
-    const long v = strtol(*p, &end, 10);
-    *p = end;
-    return v;
 }
 
 /* The shape of a name of n bytes: of any case, and with or without the organization before a slash. NULL: there is
@@ -7430,13 +7844,17 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_res.weight", 0);
     }
-    if (m.ngram.size)
-        synth_add(&list, backbone, m.ngram.row, ngram_rows(&m.ngram), 1, "per_layer_token_embd.weight", 0);
+    if (m.n_ngram && m.ngram->ends)
+        synth_add(&list, backbone, m.ngram->row, ngram_rows(m.ngram), 1, "per_layer_token_embd.weight", 0);
+    for (const struct ngram *g = m.ngram; g < m.ngram + m.n_ngram && !g->ends; g++) {
+        synth_add(&list, GGUF_I8, g->row, g->table.n_out, 1, "blk.%d.engram_embd.weight", g->layer);
+        synth_add(&list, GGUF_I8, g->row / NGRAM_SCALE, g->table.n_out, 1, "blk.%d.engram_embd_scale.weight", g->layer);
+    }
     if (m.hc_low) {
         synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, 1, 1, "output_hc_norm.weight", 0);
         synth_add(&list, backbone, m.n_hc * m.n_embd, m.hc_low, 1, "output_hc_down.weight", 0);
         synth_add(&list, backbone, m.hc_low, m.n_hc * m.n_embd, 1, "output_hc_up.weight", 0);
-    } else if (m.n_hc && !m.family->mean_streams) {
+    } else if (m.n_hc && family_reads_last(m.family)) {
         synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, m.n_hc, 1, "output_hc_fn.weight", 0);
         synth_add(&list, GGUF_F32, m.n_hc, 1, 1, "output_hc_base.weight", 0);
         synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
@@ -7493,6 +7911,14 @@ static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, float sig
     return true;
 }
 
+/* Fills rows of a table of n-grams: E4M3 below 1, or E8M0 of 2^-6. False: it is another tensor. */
+static bool synth_fill_rows(uint8_t *p, const struct synth_tensor *t, uint64_t *rng) {
+    if (t->type != GGUF_I8) return false;
+    const bool scales = strstr(t->name, "_scale.") != NULL;
+    for (uint64_t i = 0; i < t->bytes; i++) p[i] = scales ? 127 - 6 : (uint8_t)(rng_next(rng) & 0xb7);
+    return true;
+}
+
 /* Makes a model in memory, or in a file when one is named, which must not exist yet. With `synthetic` the matrices are
  * addresses that nothing reads: a GPU makes its copies of a few random rows. */
 static void synth_make(struct model *m, const struct synth *y, const char *file, bool synthetic) {
@@ -7518,7 +7944,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!skip && strstr(t[i].name, ".scale")) {
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip &&
+        } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip && !synth_fill_rows(to, &t[i], &rng) &&
                    !synth_fill_delta(to, &t[i], positive ? 1 : -1, &rng)) {
             synth_fill(to, bytes, t[i].type,
                        t[i].n_dims == 1 || strstr(t[i].name, "_norm.") || strstr(t[i].name, "_scale."), &rng);
@@ -10372,8 +10798,9 @@ struct cpu {
     float *index_scores; /* (DECODE_MAX_TOKENS, attn_topk_lists, blocks of keys) scores of the indexer */
     int32_t
         *topk_blocks; /* (chunk, attn_topk_lists, attn_topk_blocks) the indexer's choice: blocks of keys, ascending */
-    float *partials;  /* partial results of a partitioned context */
-    float *logits;    /* (LOGIT_ROWS, n_vocab) */
+    int32_t *candidates;        /* (chunk, candidates_most) blocks of keys that later layers choose among, ascending */
+    float *partials;            /* partial results of a partitioned context */
+    float *logits;              /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen[LOGIT_ROWS]; /* (n_chosen) the tokens that `sample` chose */
     int n_chosen;
     uint8_t *scratch;     /* (n_threads, scratch_bytes) of each thread */
@@ -10431,10 +10858,11 @@ static void each_run(struct rank *r, const struct step *s, void (*op)(struct ran
     }
 }
 
-/* Whether `data` is that of an embedding or of the table of n-grams, of which a token reads some rows, and of nothing
+/* Whether `data` is that of an embedding or of a table of n-grams, of which a token reads some rows, and of nothing
  * else. */
 static bool is_table(const struct model *m, const uint8_t *data) {
-    bool embd = data == m->embd.data || data == m->ngram.table.data, head = data == m->output.data;
+    bool embd = data == m->embd.data, head = data == m->output.data;
+    for (int i = 0; i < m->n_ngram; i++) embd |= data == m->ngram[i].table.data || data == m->ngram[i].scales.data;
     for (int il = m->n_layer; il < model_blocks(m); il++) {
         embd |= data == m->layers[il].own_embd.data;
         head |= data == m->layers[il].own_head.data;
@@ -10443,6 +10871,9 @@ static bool is_table(const struct model *m, const uint8_t *data) {
 }
 
 static const uint8_t *store_row(struct store *s, const struct weight *w, int row, uint8_t *room);
+
+/* How the next half reads the streams of token t (n_hc), where halves lag: the first reads stream 0. */
+static float *hc_lag(const struct rank *r, int t) { return act_row(r, A_MIX, t) + hc_lag_at(r->m); }
 
 static void cpu_embed(struct rank *r, const struct step *s) {
     const struct weight *w = s->w[0];
@@ -10469,6 +10900,8 @@ static void cpu_embed(struct rank *r, const struct step *s) {
         if (before) {
             const enum act handed = r->m->n_hc || r->m->n_res ? A_HC : x;
             memcpy(act_row(r, handed, t), act_row(before, handed, t), (size_t)r->width[handed] * sizeof *row);
+            if (r->m->family->lagging_streams)
+                memcpy(hc_lag(r, t), hc_lag(before, t), (size_t)r->m->n_hc * sizeof *row);
             continue;
         }
         const uint8_t *from = on_disk ? store_row(r->cpu->store, w, r->tokens[t], cpu_scratch(r))
@@ -10478,6 +10911,7 @@ static void cpu_embed(struct rank *r, const struct step *s) {
         if (s->norm) r->cpu->k->rmsnorm(row, s->norm, r->m->rms_eps, row, w->n_in);
         for (int k = 0; k < (r->m->n_res ? 1 : r->m->n_hc); k++)
             memcpy(act_row(r, A_HC, t) + (ptrdiff_t)k * w->n_in, row, (size_t)w->n_in * sizeof *row);
+        for (int k = 0; k < r->m->n_hc && r->m->family->lagging_streams; k++) hc_lag(r, t)[k] = !k;
     }
     op_end(0, "embedding");
 }
@@ -10614,14 +11048,14 @@ static void hc_set(struct rank *r, int t, int from, int n) {
 
 /* Adds the partial sums in `delta` to the streams (ACT_COUNT: there are none; A_JOINED: their sum replaces the
  * streams) and mixes these. Then x = the streams as hc reads them (NULL: nothing more), and out = norm(x) * w (NULL:
- * nothing). head: hc only reads, and without hc->fn the mean. */
+ * nothing). head: hc only reads, and without hc->fn the mean. Where streams lag, x is read as the hc before says. */
 static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, bool head, const float *w,
                    enum act out) {
     enum { COLUMNS = 512 };
     const struct model *m = r->m;
     const int k = m->n_hc, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
     const int n = head ? k : (2 + k) * k;
-    const bool mean = hc && !hc->fn;
+    const bool mean = hc && !hc->fn, lags = m->family->lagging_streams;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
         stage_team_barrier(r);
@@ -10640,12 +11074,14 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     }
     team_barrier();
     for (int t = team_first(hc ? r->n_tok : 0); t >= 0; t = team_next()) {
-        float *mix = act_row(r, A_MIX, t), *to = act_row(r, x, t);
+        float *mix = act_row(r, A_MIX, t), *to = act_row(r, x, t), read[HC_MAX];
         if (!mean) hc_coefficients(m, hc, head, mix, n);
         for (int j = 0; j < k && mean; j++) mix[j] = 1.0f / (float)k;
-        r->cpu->k->scale(act_row(r, A_HC, t), mix[0], to, n_embd);
+        memcpy(read, lags ? hc_lag(r, t) : mix, (size_t)k * sizeof *read);
+        if (lags) memcpy(hc_lag(r, t), mix, (size_t)k * sizeof *read);
+        r->cpu->k->scale(act_row(r, A_HC, t), read[0], to, n_embd);
         for (int j = 1; j < k; j++)
-            r->cpu->k->scale_add(act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
+            r->cpu->k->scale_add(act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd, read[j], to, n_embd);
         if (w) r->cpu->k->rmsnorm(to, w, m->rms_eps, act_row(r, out, t), n_embd);
     }
     team_barrier();
@@ -10679,7 +11115,11 @@ static void streams_add(struct rank *r, enum act delta, const float *norm, enum 
     op_end(0, "streams");
 }
 
-static void cpu_streams_norm(struct rank *r, const struct step *s) { streams_add(r, s->partial, s->norm, s->out[0]); }
+static void cpu_streams_norm(struct rank *r, const struct step *s) {
+    const bool mixed = !r->m->hc_low && s->partial != ACT_COUNT; /* streams that are mixed with one another */
+    if (mixed) hc_mix(r, s->x, s->partial, NULL, false, NULL, s->x);
+    streams_add(r, mixed ? ACT_COUNT : s->partial, s->norm, s->out[0]);
+}
 
 static void blocks_end(struct rank *r, const struct step *s, bool last);
 
@@ -11181,6 +11621,11 @@ static void attend_columns(const struct rank *r, const struct attend *a, int hea
     r->cpu->k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, KEY_BLOCK);
 }
 
+/* The cache tensors that have the compressed keys of a layer, and the keys of its indexer. */
+static const struct cache_tensor *csa_keys(const struct rank *r, int il) {
+    return r->cache[il - r->m->layers[il].attn.kv_back];
+}
+
 /* Loads keys at..at+n-1 of the list of ATTEND_CSA, which are the values. */
 static void attend_load_csa(const struct rank *r, const struct attend *a, const struct attend_work *w, int at, int n) {
     const struct cache_tensor *cache = r->cache[a->il], *p;
@@ -11193,7 +11638,7 @@ static void attend_load_csa(const struct rank *r, const struct attend *a, const 
             run = int_min(n - i, window - at - i);
             if (p->kind == ROWS_RING) run = int_min(run, p->n_row - key % p->n_row);
         } else {
-            p = &cache[CACHE_COMPRESSED];
+            p = &csa_keys(r, a->il)[CACHE_COMPRESSED];
             key = at + i - window;
             run = a->chosen ? 1 : n - i;
             if (a->chosen) key = a->chosen[key];
@@ -11817,7 +12262,7 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
         some = int_min(end - pos, KEY_BLOCK);
         const int whole =
             ceil_to(some, TRANSPOSE_ROWS); /* whole vectors: a key's bits do not depend on those after it */
-        kv_load_columns(r->cpu->k, &r->cache[il][CACHE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
+        kv_load_columns(r->cpu->k, &csa_keys(r, il)[CACHE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
         for (int t = 0; t < n_tok; t++) {
             const float *w = act_row(r, A_IW, first + t);
             float *out = index_row(r, a, t) + pos / block;
@@ -11873,6 +12318,33 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
     }
 }
 
+/* Blocks in a token's list of those that later layers choose among; and that list, of token t of the batch. */
+static int candidates_most(const struct rank *r, int candidates) { return int_min(candidates, r->n_ctx); }
+static int32_t *candidates_of(const struct rank *r, int t) {
+    return r->cpu->candidates + (size_t)(r->first + t) * (size_t)candidates_most(r, r->m->max.candidates);
+}
+
+/* Finds the candidates of token t by its scores of n keys, which it overwrites. */
+static void candidates_find(struct rank *r, const struct attn *a, int t, float *score, int n) {
+    const int block = a->candidate_block, n_block = ceil_by(n, block);
+    if (n_block <= a->candidates) return; /* all are */
+    for (int b = 0; b < n_block; b++) score[b] = r->cpu->k->max(score + b * block, int_min(block, n - b * block));
+    score[n_block - 1] = INFINITY;
+    top_positions(score, n_block, a->candidates, candidates_of(r, t));
+}
+
+/* Leaves of token t's scores of n keys those in the candidates. */
+static void candidates_leave(const struct rank *r, const struct attn *a, int t, float *score, int n) {
+    const int block = a->candidate_block, n_block = ceil_by(n, block);
+    const int32_t *next = candidates_of(r, t);
+    if (n_block <= a->candidates) return;
+    for (int b = 0; b < n_block; b++) {
+        if (b == *next) next++; /* the last one ends the list */
+        else
+            for (int i = b * block; i < int_min(n, (b + 1) * block); i++) score[i] = -INFINITY;
+    }
+}
+
 /* Chooses the blocks of keys of the tokens that do not see all, of DECODE_MAX_TOKENS at a time. */
 static void run_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
@@ -11892,7 +12364,9 @@ static void run_select_keys(struct rank *r, const struct step *s) {
             int32_t *chosen =
                 r->cpu->topk_blocks + ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk;
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
+            if (a->candidate_back) candidates_leave(r, a, first + t, score, blocks);
             top_positions(score, blocks, attn_topk_chosen(a), chosen);
+            if (a->candidates && !a->candidate_back) candidates_find(r, a, first + t, score, blocks);
             if (index_by_block(a)) chosen[n_topk - 1] = blocks; /* the incomplete one, which may have no token */
         }
         op_end(0, "indexer: choice of keys");
@@ -11971,19 +12445,19 @@ static const float *compressor_values(const struct rank *r, const struct compres
     return row;
 }
 
-/* Makes key `key` of a compressor and writes it to the cache. */
-static void compress_key(struct rank *r, int il, const struct compress *c, int key) {
+/* Returns key `key` of a compressor before its rotation, in the thread's scratch. */
+static float *compress_pool(struct rank *r, int il, const struct compress *c, int key) {
     const struct attn *a = &r->m->layers[il].attn;
-    const int d = c->d, first = (key + 1) * a->compress_ratio - a->pooled, wide = c->ring->width / 2;
+    const int d = c->d, first = (key + 1) * a->compress_ratio - a->pooled, wide = a->pooled / a->compress_ratio * d;
     float *sum = cpu_scratch(r), *den = sum + d, *top = den + d;
     for (int i = 0; i < d; i++) sum[i] = den[i] = 0, top[i] = -INFINITY;
     for (int pos = int_max(first, 0); pos < first + a->pooled; pos++) {
         const float *gate, *value = compressor_values(r, c, pos, &gate);
         const int from =
             pos < key * a->compress_ratio ? 0 : wide - d; /* tokens before the key's own have other columns */
-        const float *ape = c->with->ape + (ptrdiff_t)(pos % a->compress_ratio) * wide + from;
+        const float *ape = c->with->ape ? c->with->ape + (ptrdiff_t)(pos % a->compress_ratio) * wide + from : NULL;
         for (int i = 0; i < d; i++) {
-            const float g = gate[from + i] + ape[i], most = fmaxf(top[i], g), was = expf(top[i] - most);
+            const float g = gate[from + i] + (ape ? ape[i] : 0), most = fmaxf(top[i], g), was = expf(top[i] - most);
             const float w = expf(g - most);
             sum[i] = sum[i] * was + w * value[from + i];
             den[i] = den[i] * was + w;
@@ -11992,17 +12466,20 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
     }
     for (int i = 0; i < d; i++) sum[i] /= den[i];
     if (c->with->norm) r->cpu->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
-    rope_last(&r->m->ropes[a->rope], key * a->compress_ratio, sum, d);
-    if (r->m->qat && c->index) round_index(r->cpu->k, sum, d);
-    else if (r->m->qat) round_key(r->cpu->k, sum, d - r->m->ropes[a->rope].dim);
-    kv_store(r->cpu->k, c->keys, key, sum);
+    return sum;
 }
 
-/* Writes the compressed keys of n compressors that the batch completes, and then rows for those to come. */
-static void compress_batch(struct rank *r, int il, const struct compress *with, int n) {
-    const int ratio = r->m->layers[il].attn.compress_ratio, from = r->pos / ratio, to = (r->pos + r->n_tok) / ratio;
-    for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &with[i % n], from + i / n);
-    team_barrier();
+/* Rotates key `key` of a compressor and writes it to the cache. */
+static void compress_store(struct rank *r, int il, const struct compress *c, int key, float *x) {
+    const struct attn *a = &r->m->layers[il].attn;
+    rope_last(&r->m->ropes[a->rope], key * a->compress_ratio, x, c->d);
+    if (r->m->qat && c->index) round_index(r->cpu->k, x, c->d);
+    else if (r->m->qat) round_key(r->cpu->k, x, c->d - r->m->ropes[a->rope].dim);
+    kv_store(r->cpu->k, c->keys, key, x);
+}
+
+/* Writes rows of n compressors for keys to come. */
+static void compress_keep(struct rank *r, const struct compress *with, int n) {
     const int kept = int_min(r->n_tok, with->ring->n_row);
     for (int i = team_first(n * kept); i >= 0; i = team_next()) {
         const struct compress *c = &with[i % n];
@@ -12010,6 +12487,58 @@ static void compress_batch(struct rank *r, int il, const struct compress *with, 
         float *row = (float *)(void *)(c->ring->data + cache_row(c->ring, (size_t)(r->pos + t)) * c->ring->row_bytes);
         memcpy(row, act_row(r, c->value, t), (size_t)wide * sizeof *row);
         memcpy(row + wide, act_row(r, c->gate, t), (size_t)wide * sizeof *row);
+    }
+}
+
+/* Writes the compressed keys of n compressors that the batch completes, and then rows for those to come. */
+static void compress_batch(struct rank *r, int il, const struct compress *with, int n) {
+    const int ratio = r->m->layers[il].attn.compress_ratio, from = r->pos / ratio, to = (r->pos + r->n_tok) / ratio;
+    for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) {
+        const int key = from + i / n;
+        compress_store(r, il, &with[i % n], key, compress_pool(r, il, &with[i % n], key));
+    }
+    team_barrier();
+    compress_keep(r, with, n);
+}
+
+/* The compressor of a layer's keys. */
+static struct compress csa_compressor(const struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct cache_tensor *p = r->cache[il];
+    return (struct compress){
+        &layer->compressor, &p[CACHE_WINDOW], &p[CACHE_COMPRESSED], A_CK, A_CG, layer->attn.head_k, false};
+}
+
+static void run_pool_keys(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct compress c = csa_compressor(r, s->il);
+    const int ratio = layer->attn.compress_ratio;
+    const bool gated = compressor_gated(&layer->attn);
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        const int end = r->pos + t + 1;
+        float *to = act_row(r, s->out[0], t);
+        if (!gated) r->cpu->k->rmsnorm(act_row(r, A_CK, t), c.with->norm, r->m->rms_eps, to, c.d);
+        else if (end % ratio) memset(to, 0, (size_t)c.d * sizeof *to);
+        else memcpy(to, compress_pool(r, s->il, &c, end / ratio - 1), (size_t)c.d * sizeof *to);
+    }
+    team_barrier();
+    if (gated) compress_keep(r, &c, 1);
+    op_end(0, "compressed keys");
+}
+
+/* Writes the compressed keys that the batch completes, and those of the indexer, which are made of them. */
+static void latents_store(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn *a = &layer->attn;
+    const struct compress keys = csa_compressor(r, il),
+                          index = {NULL, NULL, &r->cache[il][CACHE_INDEX], A_IK, A_IK, a->index_k, true};
+    const int ratio = a->compress_ratio, from = r->pos / ratio, to = (r->pos + r->n_tok) / ratio;
+    for (int key = team_first(to - from); key >= 0; key = team_next()) {
+        const int t = (from + key + 1) * ratio - 1 - r->pos; /* the token that completes it */
+        float *x = act_row(r, A_IK, t);
+        r->cpu->k->rmsnorm(x, layer->index_norm, r->m->rms_eps, x, a->index_k);
+        compress_store(r, il, &index, from + key, x);
+        compress_store(r, il, &keys, from + key, act_row(r, A_POOLED, t));
     }
 }
 
@@ -12026,7 +12555,8 @@ static void run_csa_store(struct rank *r, const struct step *step) {
         float *key = act_row(r, kv, t);
         for (int h = 0; h < shape->n_head; h++) {
             float *x = act_row(r, q, t) + h * d;
-            r->cpu->k->scale(x, 1.0f / sqrtf(r->cpu->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
+            if (!shape->plain_q)
+                r->cpu->k->scale(x, 1.0f / sqrtf(r->cpu->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
             rope_pairs(x + d - dim, c, s, dim);
         }
         for (int h = 0; h < shape->n_index; h++) {
@@ -12039,10 +12569,12 @@ static void run_csa_store(struct rank *r, const struct step *step) {
         if (m->qat) round_key(r->cpu->k, key, d - dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, key);
     }
-    if (shape->compress_ratio) {
+    if (csa_makes_keys(layer) && shape->latent_index) {
+        latents_store(r, il);
+    } else if (csa_makes_keys(layer)) {
         const struct cache_tensor *p = r->cache[il];
         const struct compress all[2] = {
-            {&layer->compressor, &p[CACHE_WINDOW], &p[CACHE_COMPRESSED], A_CK, A_CG, d, false},
+            csa_compressor(r, il),
             {&layer->index_compressor, &p[CACHE_INDEX_WINDOW], &p[CACHE_INDEX], A_ICK, A_ICG, wide, true}};
         compress_batch(r, il, all, shape->n_index ? 2 : 1);
     }
@@ -12586,8 +13118,8 @@ static float *ngram_kept(const struct rank *r, int il, int p) {
 
 /* The row that head `head` chooses for the token at position p. */
 static int ngrams_choose(const struct rank *r, int il, int p, int head) {
-    const struct ngram *g = &r->m->ngram;
-    const int n = 2 + head / g->per_size, ids = r->m->n_hc * r->m->n_embd; /* tokens; where the ring has their ids */
+    const struct ngram *g = layer_ngram(r->m, &r->m->layers[il]);
+    const int n = 2 + head / g->per_size, ids = ngram_kept_values(r->m); /* tokens; where the ring has their ids */
     int64_t mixed = 0;
     bool ended = false;
     for (int s = 0; s < n; s++) {
@@ -12595,24 +13127,39 @@ static int ngrams_choose(const struct rank *r, int il, int p, int head) {
         const int32_t id = ended || q < 0 ? g->eos
                            : q < r->pos   ? (int32_t)ngram_kept(r, il, q)[ids]
                                           : r->tokens[q - r->pos];
-        ended |= s && id == g->eos;
-        mixed ^= id * g->multiplier[s];
+        ended |= g->ends && s && id == g->eos;
+        mixed ^= (g->id ? g->id[id] : id) * g->multiplier[s];
     }
     return (int)(g->offset[head] + mixed % g->n_row[head]);
 }
 
+/* Row `row` of a matrix of a table of n-grams. */
+static const uint8_t *ngram_bytes(const struct rank *r, const struct weight *w, int row) {
+    return r->cpu->store ? store_row(r->cpu->store, w, row, cpu_scratch(r)) : w->data + (size_t)row * w->row_bytes;
+}
+
+/* to (row) = row `row` of a table of n-grams. */
+static void ngram_load(const struct rank *r, const struct ngram *g, int row, float *to) {
+    const struct kernels *k = r->cpu->k;
+    const uint8_t *from = ngram_bytes(r, &g->table, row);
+    if (!g->scales.data) {
+        gguf_dequantize_row(g->table.type, from, to, (size_t)g->row);
+        if (g->table.scale) k->scale(to, g->table.scale[0], to, g->row);
+        return;
+    }
+    k->from_e4m3(from, 1.0f, to, g->row);
+    from = ngram_bytes(r, &g->scales, row);
+    for (int i = 0; i < g->row; i += NGRAM_SCALE)
+        k->scale(to + i, e8m0_to_f32(from[i / NGRAM_SCALE]), to + i, NGRAM_SCALE);
+}
+
 static void run_ngrams(struct rank *r, const struct step *s) {
-    const struct ngram *g = &r->m->ngram;
-    const struct weight *w = s->w[0];
+    const struct ngram *g = layer_ngram(r->m, &r->m->layers[s->il]);
     for (int i = team_first(r->n_tok * g->n_head); i >= 0; i = team_next()) {
         const int t = i / g->n_head, head = i % g->n_head, row = ngrams_choose(r, s->il, r->pos + t, head);
-        float *to = act_row(r, s->out[0], t) + head * g->row;
-        const uint8_t *from =
-            r->cpu->store ? store_row(r->cpu->store, w, row, cpu_scratch(r)) : w->data + (size_t)row * w->row_bytes;
-        gguf_dequantize_row(w->type, from, to, (size_t)g->row);
-        if (w->scale) r->cpu->k->scale(to, w->scale[0], to, g->row);
+        ngram_load(r, g, row, act_row(r, s->out[0], t) + head * g->row);
     }
-    op_end((double)r->n_tok * g->n_head * (double)w->row_bytes, "n-grams");
+    op_end(r->n_tok * ngram_reads(g), "n-grams");
 }
 
 /* What stream j of token p has under the convolution: this forward's or kept values. */
@@ -12625,7 +13172,7 @@ static void run_ngrams_add(struct rank *r, const struct step *step) {
     const enum act norms = step->in[0], keys = step->in[1], value = step->in[2];
     const struct kernels *k = r->cpu->k;
     const struct layer *l = &r->m->layers[il];
-    const struct ngram *g = &r->m->ngram;
+    const struct ngram *g = layer_ngram(r->m, l);
     for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
         const int t = i / hc, j = i % hc;
         const ptrdiff_t at = (ptrdiff_t)j * n;
@@ -12633,10 +13180,11 @@ static void run_ngrams_add(struct rank *r, const struct step *step) {
         k->rmsnorm(key, l->ngram_key_norm + at, r->m->rms_eps, key, n);
         const float product = k->dot(key, x, n) / sqrtf((float)n), root = sqrtf(fmaxf(fabsf(product), 1e-6f));
         k->scale(act_row(r, value, t), sigmoidf(product > 0 ? root : product < 0 ? -root : 0), x, n);
-        k->rmsnorm(x, l->ngram_conv_norm + at, r->m->rms_eps, key, n); /* now what is under the convolution */
+        if (g->n_conv) k->rmsnorm(x, l->ngram_conv_norm + at, r->m->rms_eps, key, n); /* now what is convolved */
+        else k->scale_add(x, 1, act_row(r, step->out[0], t) + at, n);
     }
     team_barrier();
-    for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
+    for (int i = team_first(g->n_conv ? r->n_tok * hc : 0); i >= 0; i = team_next()) {
         const int t = i / hc, j = i % hc;
         const ptrdiff_t at = (ptrdiff_t)j * n;
         float *y = cpu_scratch(r), *to = act_row(r, step->out[0], t) + at;
@@ -12654,8 +13202,8 @@ static void run_ngrams_add(struct rank *r, const struct step *step) {
     for (int i = team_first(int_min(r->n_tok, r->cache[il][CACHE_NGRAM].n_row)); i >= 0; i = team_next()) {
         const int t = r->n_tok - 1 - i;
         float *row = ngram_kept(r, il, r->pos + t);
-        memcpy(row, act_row(r, keys, t), (size_t)(hc * n) * sizeof *row);
-        row[hc * n] = (float)r->tokens[t];
+        memcpy(row, act_row(r, keys, t), (size_t)ngram_kept_values(r->m) * sizeof *row);
+        row[ngram_kept_values(r->m)] = (float)r->tokens[t];
     }
     op_end(0, "n-grams: convolution, sum"); /* its ring is counted with the state of what mixes the layer's tokens */
 }
@@ -14056,6 +14604,7 @@ EACH_RUN(keep_hidden)
 EACH_RUN(attention)
 EACH_RUN(mla_attention)
 EACH_RUN(select_keys)
+EACH_RUN(pool_keys)
 EACH_RUN(csa_store)
 EACH_RUN(csa_attention)
 EACH_RUN(delta_net)
@@ -14120,6 +14669,9 @@ static void cpu_state(struct rank *r) {
     r->kv_bytes = timelines_bytes(m, r->kv_type, &r->timelines, (size_t)r->n_ctx);
     r->cpu->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->cpu->index_scores);
     r->cpu->topk_blocks = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->topk_blocks);
+    r->cpu->candidates =
+        cpu_memory(&r->owned_state, scores ? (size_t)r->chunk * (size_t)candidates_most(r, m->max.candidates) : 0,
+                   sizeof *r->cpu->candidates);
     for (int il = 0; il < model_blocks(m); il++) {
         layer_cache(m, &m->layers[il], r->kv_type, r->caches[il]);
         for (int u = 0; u < CACHE_USES; u++) cpu_cache_tensor(r, il, (enum cache_use)u);
@@ -14207,7 +14759,7 @@ static void rel_tables(struct rank *r) {
 
 /* The taps of the convolution of n-grams by their place: (n_conv, n_hc * n_embd). */
 static float *ngram_taps(struct rank *r, const struct layer *layer) {
-    const int n_conv = r->m->ngram.n_conv, n = r->m->n_hc * r->m->n_embd;
+    const int n_conv = r->m->ngram->n_conv, n = r->m->n_hc * r->m->n_embd;
     float *taps = cpu_own(r, (size_t)n_conv * (size_t)n, sizeof *taps);
     for (int i = 0; i < n * n_conv; i++) taps[(ptrdiff_t)(i % n_conv) * n + i / n_conv] = layer->ngram_conv[i];
     return taps;
@@ -14251,7 +14803,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         size_max((size_t)m->n_embd, size_max(size_max((size_t)int_max(x->q_lora, x->low), n_ff),
                                              size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh),
                                                       size_max((size_t)r->width[A_GROUPS], (size_t)x->latent))));
-    n_in = size_max(n_in, size_max((size_t)r->width[A_PAIR_Q], (size_t)x->gate_low));
+    n_in = size_max(n_in, size_max((size_t)r->width[A_PAIR_Q], (size_t)int_max(x->gate_low, x->pooled)));
     n_in = size_max(n_in, size_max(size_max((size_t)r->width[A_NORMS], (size_t)m->hc_low), (size_t)r->width[A_NGRAM]));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
@@ -14298,7 +14850,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         size_max(size_max(attend_floats(m, (int)rows), size_max(size_max(delta, compressor), index)) * sizeof(float),
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->cpu->scratch_bytes =
-        size_max(r->cpu->scratch_bytes, READ_ROOM((size_t)int_max(m->n_embd, m->ngram.row) * sizeof(float)));
+        size_max(r->cpu->scratch_bytes, READ_ROOM((size_t)int_max(m->n_embd, m->ngram->row) * sizeof(float)));
     r->cpu->scratch_bytes = size_max(r->cpu->scratch_bytes, (size_t)int_max(x->k, x->v) * sizeof(float));
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
@@ -14308,7 +14860,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
     if (m->n_res) rel_tables(r);
     for (int il = 0; il < m->n_layer; il++)
-        if (m->layers[il].ngrams) r->cpu->ngram_taps = ngram_taps(r, &m->layers[il]);
+        if (m->layers[il].ngrams && m->ngram->n_conv) r->cpu->ngram_taps = ngram_taps(r, &m->layers[il]);
     cpu_state(r);
 }
 
@@ -15496,8 +16048,7 @@ static double layers_use(const struct model *m, int from, int to, int n, double 
 /* Bytes that a forward of n tokens reads of what belongs to no layer, besides embedding and head: rows of the table of
  * n-grams, and what reads the streams through a low rank. */
 static double between_bytes(const struct model *m, int n) {
-    return (double)n * m->ngram.n_head * (double)m->ngram.table.row_bytes + (double)weight_bytes(&m->hc_head.down) +
-           (double)weight_bytes(&m->hc_head.up);
+    return n * ngrams_reads(m) + (double)weight_bytes(&m->hc_head.down) + (double)weight_bytes(&m->hc_head.up);
 }
 
 /* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all
@@ -29134,9 +29685,6 @@ static int64_t plan_last_row(const struct model *m) {
     return hc->fn ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
 }
 
-/* Bytes that a token reads of the table of n-grams. */
-static int64_t plan_ngram_reads(const struct model *m) { return (int64_t)m->ngram.table.row_bytes * m->ngram.n_head; }
-
 /* Bytes of the activation buffers of rank i. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
     if (p->cpu) return p->activations;
@@ -29253,7 +29801,8 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
                                          plan_matrix_reads(p->cpu, &m->hc_head.up, 1);
     for (int il = 0; il < model_blocks(shard_of); il++) {
         plan_layer(r, p->cpu, shard_of, il);
-        if (shard_of->layers[il].ngrams) r->bytes_per_token[READ_BACKBONE] += plan_ngram_reads(m);
+        if (shard_of->layers[il].ngrams)
+            r->bytes_per_token[READ_BACKBONE] += (int64_t)ngram_reads(layer_ngram(m, &shard_of->layers[il]));
     }
     r->weights += plan_last_row(m) + (m->hc_low ? 0 : 4 * (int64_t)m->n_embd); /* the last norm */
     if (m->embd_norm) r->weights += 4 * (int64_t)m->n_embd;
@@ -29565,7 +30114,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
         if (f.integrated) {
             p->shared = set->fit != FIT_OFF, p->host_memory = 0, p->copy_rate = f.rate / 2;
-            d->usable -= (int64_t)weight_bytes(&p->m->ngram.table) / ranks;
+            d->usable -= (int64_t)ngram_table_bytes(p->m) / ranks;
         } else plan_measure_copies(p, gpu[i], !i, set);
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
@@ -29912,7 +30461,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add_up(k, s);
         launch_add(k, DECODE_STREAMS_READ, 0, 0);
         break;
-    case OP_ngrams: launch_add(k, DECODE_NGRAM_ROWS, (double)plan_ngram_reads(m), 0); break;
+    case OP_ngrams: launch_add(k, DECODE_NGRAM_ROWS, ngram_reads(layer_ngram(m, l)), 0); break;
     case OP_ngrams_add:
         launch_add(k, DECODE_NGRAM_GATE, READS(&l->ngram_key_norm), 0);
         launch_add(k, DECODE_NGRAM_ADD, READS(&l->ngram_conv_norm, &l->ngram_conv) + ngrams, 0);
@@ -29947,6 +30496,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
         if (l->attn.n_gate) launch_add(k, DECODE_HEAD_GATE, 0, 0);
         break;
+    case OP_pool_keys: break; /* no GPU runs it, see gpu_lacks */
     case OP_csa_store:
         launch_add(k, DECODE_CSA_STORE,
                    recent + READS(&l->kv_a_norm, &l->compressor.ape, &l->compressor.norm, &l->index_compressor.ape,
@@ -30406,7 +30956,7 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
 /* Bytes of the table of n-grams, which GPUs read in the host's memory, if `have` bytes have no room for it; otherwise
  * 0. */
 static uint64_t table_lacks_room(const struct model *m, uint64_t have) {
-    const uint64_t table = weight_bytes(&m->ngram.table);
+    const uint64_t table = ngram_table_bytes(m);
     return table + have / 32 > have ? table : 0;
 }
 
@@ -30414,13 +30964,13 @@ static uint64_t table_lacks_room(const struct model *m, uint64_t have) {
 static void plan_ngrams_text(const struct plan *p, char **text) {
     const struct model *m = p->m;
     char a[32], b[32];
-    if (!m->ngram.size) return;
+    if (!m->n_ngram) return;
     sb_printf(text,
               "n-grams     %s of host memory%s;\n"
               "            a token reads %d rows of them, %s\n\n",
-              with_unit((double)weight_bytes(&m->ngram.table), a),
-              p->cpu ? ", or of disk where they do not fit" : ", not of a GPU's", m->ngram.n_head,
-              with_unit((double)plan_ngram_reads(m), b));
+              with_unit((double)ngram_table_bytes(m), a),
+              p->cpu ? ", or of disk where they do not fit" : ", not of a GPU's", m->n_ngram * m->ngram->n_head,
+              with_unit(ngrams_reads(m), b));
 }
 
 /* What the MTP layer takes, and what it is expected to bring. */
@@ -30548,10 +31098,10 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   p->context, "kv", p->kv_name, "keep_experts", p->experts, "keep_percent", p->percent, "missing",
                   (json_int_t)p->missing, "missing_fewest_experts", (json_int_t)p->missing_pruned, "ranks", ranks,
                   "reads", all_row.json, "layouts", layouts, "at_once", at_once);
-    if (m->ngram.size)
+    if (m->n_ngram)
         json_object_set_new(json, "ngrams",
-                            json_pack("{s:I,s:I}", "bytes", (json_int_t)weight_bytes(&m->ngram.table), "token_bytes",
-                                      (json_int_t)plan_ngram_reads(m)));
+                            json_pack("{s:I,s:I}", "bytes", (json_int_t)ngram_table_bytes(m), "token_bytes",
+                                      (json_int_t)ngrams_reads(m)));
     if (!p->cpu) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
@@ -30607,7 +31157,7 @@ static void plan_host(struct plan *p, const struct settings *set) {
     const int n_cpu = p->cpu ? 0 : settings_cpu_layers(set, p->m);
     const bool measure = n_cpu && !(h.gib > 0);
     const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available();
-    const uint64_t table = p->cpu ? 0 : weight_bytes(&p->m->ngram.table);
+    const uint64_t table = p->cpu ? 0 : ngram_table_bytes(p->m);
     p->offload.n_cpu = n_cpu;
     p->host_memory = (int64_t)(all > table ? all - table : 0);
     p->disk = set->host || !(gpus_parse(set->gpus).gib > 0);
@@ -30821,7 +31371,7 @@ static struct store *store_start(const struct model *m, struct store_options o, 
     }
     if (whole && !o.offload.n_slot) {
         note("experts: all in memory (%s); a token's row of the embedding%s from disk", with_unit((double)s->bytes, a),
-             m->ngram.size ? " and those of the table of n-grams come" : " comes");
+             m->n_ngram ? " and those of the table of n-grams come" : " comes");
         return s;
     }
     if (o.offload.n_slot)
@@ -30992,7 +31542,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
 
 /* Bytes of the host's memory that are free beside the table of n-grams, which GPUs read there. */
 static uint64_t memory_for_experts(const struct model *m) {
-    const uint64_t have = memory_available(), table = weight_bytes(&m->ngram.table);
+    const uint64_t have = memory_available(), table = ngram_table_bytes(m);
     return have > table ? have - table : 0;
 }
 
@@ -31564,14 +32114,13 @@ static void info_indexer(const struct model *m, int first) {
     putchar('\n');
 }
 
-/* The lines on residual streams of a low rank, and on the table of n-grams. */
+/* The lines on residual streams of a low rank, and on tables of n-grams. */
 static void info_streams(const struct model *m) {
-    const struct ngram *g = &m->ngram;
     char rows[32];
     if (m->hc_low) printf("streams       %d, read through a rank of %d\n", m->n_hc, m->hc_low);
-    if (!g->size) return;
-    printf("n-grams       of 2 to %d tokens, before layer %d: %d of %s rows of %d values\n", g->size, g->layer,
-           g->n_head, with_commas((uint64_t)g->table.n_out, rows), g->row);
+    for (const struct ngram *g = m->ngram; g < m->ngram + m->n_ngram; g++)
+        printf("n-grams       of 2 to %d tokens, before layer %d: %d of %s rows of %d values\n", g->size, g->layer,
+               g->n_head, with_commas((uint64_t)g->table.n_out, rows), g->row);
 }
 
 /* The first layer from il on that has a feed-forward. */
@@ -31638,7 +32187,8 @@ static void info_tensors(const struct model *m) {
 
 /* The name of a matrix in the table of tensors; il -1: of no layer. Files may have it as a part of another tensor. */
 static const char *weight_name(const struct model *m, int il, const struct weight *w) {
-    if (w == &m->ngram.table) return "per_layer_token_embd";
+    for (int i = 0; i < m->n_ngram; i++)
+        if (w == &m->ngram[i].table) return m->ngram->ends ? "per_layer_token_embd" : "engram_embd";
     if (w == &m->hc_head.down || w == &m->hc_head.up) return w == &m->hc_head.up ? "output_hc_up" : "output_hc_down";
     if (il < 0) return w == &m->embd ? "token_embd" : "nextn.embed_tokens";
     const struct layer *l = &m->layers[il];
@@ -31677,7 +32227,7 @@ static void info_step(char **out, const struct model *m, const struct step *s) {
         if (w->n_expert > 1) sb_printf(&matrices, "%d x ", w->n_expert);
         sb_printf(&matrices, "%d x %d %s", w->n_out, w->n_in, gguf_type_info(w->type).name);
         bytes += s->op == OP_embed    ? (double)w->row_bytes
-                 : s->op == OP_ngrams ? (double)w->row_bytes * m->ngram.n_head
+                 : s->op == OP_ngrams ? ngram_reads(layer_ngram(m, &m->layers[s->il]))
                                       : (double)weight_bytes(w) / w->n_expert * used;
     }
     if (s->w[0])

@@ -9346,7 +9346,7 @@ static struct ngram_args ngram_args_of(const struct rank *r, int il) {
     struct ngram_args a = {};
     a.batch = batch_of(r);
     a.tokens = c->tokens;
-    a.table = r->m->ngram;
+    a.table = *layer_ngram(r->m, layer);
     a.scale = a.table.table.scale ? a.table.table.scale[0] : 1.0f;
     a.ring = r->cache[il][CACHE_NGRAM];
     a.streams = c->x32[A_HC];
@@ -9723,6 +9723,13 @@ static struct delta_args delta_args_of(struct rank *r, const struct step *s) {
 static void cuda_delta_net(struct rank *r, const struct step *s) {
     const struct delta_args a = delta_args_of(r, s);
     delta_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
+}
+
+/* No model with this operation gets here: see gpu_lacks. */
+static void cuda_pool_keys(struct rank *r, const struct step *s) {
+    (void)r;
+    (void)s;
+    rank_fatal("pool_keys is not supported on a GPU");
 }
 
 static void cuda_mamba(struct rank *r, const struct step *s) {
@@ -11101,7 +11108,7 @@ static bool shard_ngrams(const struct model *m) {
 static void ngrams_upload(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct shard shard = r->m->shard;
-    struct weight *w = &c->model.ngram.table;
+    struct weight *w = &c->model.ngram->table;
     const size_t bytes = (size_t)w->n_out * w->row_bytes, piece = STAGING_BYTES;
     const bool reads = shard_ngrams(r->m);
     void *mine = NULL, *all[MAX_RANKS];
@@ -11147,7 +11154,7 @@ static void upload_check(struct rank *r) {
                  {"token_embd_norm.weight", vector_missing(m->embd_norm, shard->embd_norm)},
                  {"output_res.weight", vector_missing(m->read_end, shard->read_end)},
                  {"per_layer_token_embd.weight",
-                  shard_ngrams(m) && vector_missing(m->ngram.table.data, shard->ngram.table.data)}};
+                  shard_ngrams(m) && vector_missing(m->ngram->table.data, shard->ngram->table.data)}};
     static const char why[] = "was not copied to the GPU, which is a mistake in the program";
     for (const auto &x : whole)
         if (x.missing) rank_fail(r, "tensor '%s' %s", x.name, why);

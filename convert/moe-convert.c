@@ -1718,7 +1718,7 @@ static void plan_expert_biases(const struct tensor_rule *r, int layer) {
 
 /* Plans what joins the streams before the head. */
 static void plan_hc_head(void) {
-    if (!made.model.n_hc || made.model.family->mean_streams) return;
+    if (!made.model.n_hc || !family_reads_last(made.model.family)) return;
     if (made.model.hc_low) {
         const char *mixer = hf_name(-1, "model.hyper_connection_mixer");
         plan_vector("output_hc_norm.weight", fmt("%s.hc_norm.weight", mixer), DIM_HC_EMBD, DIM_ONE, LESS_ONE);
@@ -1766,7 +1766,7 @@ static struct linear ngram_shard(size_t i, struct tensor *scale) {
 
 /* Plans the table of n-grams, whose rows are in many tensors. */
 static void plan_ngrams(void) {
-    const struct ngram *g = &made.model.ngram;
+    const struct ngram *g = made.model.ngram;
     const size_t n = g->size ? (size_t)get_int(src.cfg, "split_ngram_parts", 1, 1 << 16, 512) : 0;
     struct piece *p = NULL;
     if (!n) return;

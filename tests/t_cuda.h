@@ -380,6 +380,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_select_keys   pair_out_select_keys(r, s->il)
 #define PAIR_IN_mla_attention  pair_in_step(r, s)
 #define PAIR_OUT_mla_attention pair_out_attention(r, s->il, s->out[0])
+#define PAIR_IN_pool_keys      (void)0 /* no GPU has it: see gpu_lacks */
+#define PAIR_OUT_pool_keys     (void)0
 #define PAIR_IN_csa_store      pair_in_step(r, s)
 #define PAIR_OUT_csa_store     pair_out_csa_store(r, s->il, s->in[0])
 #define PAIR_IN_csa_attention  (void)0
@@ -1879,7 +1881,7 @@ static void upload_check_each(struct rank *r, const struct model *host) {
         if (i == 6) m->hc_head.norm = host->hc_head.norm;
         if (i == 7) m->hc_head.down.copy = NULL;
         if (i == 8) m->hc_head.up.copy = NULL;
-        if (i == 9) m->ngram.table.data = host->ngram.table.data;
+        if (i == 9) m->ngram->table.data = host->ngram->table.data;
         snprintf(want, sizeof want, "tensor '%s.weight' was not", names[i]);
         cuda_test_upload_check(r, err);
         CHECK(has ? strstr(err, want) != NULL : !*err, "%s: '%s' lacks '%s'", host->name, err, want);
