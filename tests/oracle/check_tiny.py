@@ -11,7 +11,9 @@ converter must, so a mistake in how a fixture was stored or declared shows here.
 """
 import json
 import math
+import re
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +44,7 @@ class Weights:
     """The tensors of a checkpoint.  get() dequantises by what is stored, not by what config.json declares."""
 
     def __init__(self, folder):
-        self.raw, self.used = {}, set()
+        self.folder, self.raw, self.used = folder, {}, set()
         for path in sorted(folder.glob("*.safetensors")):
             data = path.read_bytes()
             start = 8 + int.from_bytes(data[:8], "little")
@@ -98,10 +100,13 @@ class Weights:
         return self.plain(name).astype(float) * float(scale)
 
     def powers(self, name):
-        """DeepSeek-V4's FP8 in blocks of 128 x 128 or FP4 in rows of 32, times powers of two."""
+        """DeepSeek-V4's FP8 in blocks of 128 x 128, V4.1's of 32 x 32 or in rows of 32, or FP4 in rows of 32, times
+        powers of two."""
         w, exponent = self.plain(name), self.plain(name.removesuffix("weight") + "scale").astype(int) - 127
         if self.raw[name][0] == "F8_E4M3":
-            return np.ldexp(w, np.kron(exponent, np.ones((128, 128), int))[:w.shape[0], :w.shape[1]])
+            rows, columns = next(b for b in ((128, 128), (32, 32), (1, 32))
+                                 if exponent.shape == tuple(-(-n // k) for n, k in zip(w.shape, b)))
+            return np.ldexp(w, np.kron(exponent, np.ones((rows, columns), int))[:w.shape[0], :w.shape[1]])
         codes = np.stack([w & 15, w >> 4], -1).reshape(len(w), -1)
         return np.ldexp(E2M1[codes], np.repeat(exponent, 32, -1))
 
@@ -724,7 +729,7 @@ def v4_layer(config, layer):
         ratio = config["compress_rates"].get(kind, 0)
         main, theta, rope = rope["main"]["rope_theta"], rope["compress"]["rope_theta"], rope["compress"]
     else:
-        ratio, hashed, dim = config["compress_ratios"][layer], layer < config["num_hash_layers"], config["qk_rope_head_dim"]
+        ratio, hashed, dim = config["compress_ratios"][layer], layer < config.get("num_hash_layers", 0), config["qk_rope_head_dim"]
         main, theta, rope = config["rope_theta"], config["compress_rope_theta"], config["rope_scaling"]
     i = np.arange(dim // 2)
     if not ratio:
@@ -876,6 +881,137 @@ def v4_predict(W, config, ids, last):
 def v4_drafts(W, config, ids):
     """Chained drafts behind three positions, as in drafts.f32."""
     return np.concatenate([v4_predict(W, config, ids[:t + 1 + 4], t + 1)[t:] for t in (5, 40, 200)])
+
+
+# What is V4.1's own: keys come from layers before, as do choices; the factors that read streams lag; and n-grams.
+V41_ROUND = {"key": lambda x: x, "compressed": lambda x: x, "index": lambda x: x}  # gen_qat.py has others
+
+
+def v41_plain(token, text):
+    """What a token's text is but for case, accents and blanks; a token that is no whole UTF-8 is itself."""
+    if "\ufffd" in text:
+        return token
+    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    text = "".join(c.lower() for c in text if not unicodedata.category(c).startswith("M"))
+    short = re.sub("[ \t\r\n]+", " ", text)
+    return short if short == " " else short.strip() or short
+
+
+def v41_numbers(folder):
+    """The number of every token: tokens that are the same but for case, accents and blanks have one."""
+    tokenizer, seen = json.loads((folder / "tokenizer.json").read_text()), {}
+    tokens = {i: t for t, i in tokenizer["model"]["vocab"].items()} | {t["id"]: t["content"] for t in tokenizer["added_tokens"]}
+    printed = [b for b in range(256) if chr(b).isprintable() and b not in (32, 173)]  # GPT-2's alphabet
+    byte = {chr(b): b for b in printed}
+    byte |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printed)}
+    text = lambda t: bytes(byte[c] for c in t).decode(errors="replace") if all(c in byte for c in t) else t
+    return np.array([seen.setdefault(v41_plain(tokens[i], text(tokens[i])), len(seen)) for i in range(len(tokens))])
+
+
+def v41_sizes(config):
+    """The rows of every head of the tables of n-grams: [layers][lengths][heads] primes, none twice."""
+    taken, prime = set(), lambda n: all(n % d for d in range(2, math.isqrt(n) + 1))
+    for _ in range(len(config["engram_layer_ids"]) * (config["engram_max_ngram_size"] - 1)):
+        n = config["engram_vocab_size"]
+        for _ in range(config["engram_n_heads"]):
+            while n in taken or not prime(n):
+                n += 1
+            taken.add(n)
+    return np.array(sorted(taken)).reshape(-1, config["engram_max_ngram_size"] - 1, config["engram_n_heads"])
+
+
+def v41_engram(W, config, streams, ids, p, number, which):
+    """Adds rows that the latest tokens choose.  number: of the tokens; which: of the table."""
+    size, eps, n = config["engram_max_ngram_size"], config["rms_norm_eps"], len(ids)
+    assert config["engram_compressed_vocab_size"] == number.max() + 1
+    bound = (2 ** 63 - 1) // (number.max() + 1) // 2
+    factor = np.random.default_rng(10007 * config["engram_layer_ids"][which]).integers(0, bound, size)
+    own = np.concatenate([np.full(size - 1, number[config["engram_pad_token_id"]]), number[ids]])
+    product = [own[size - 1 - s:size - 1 - s + n] * (2 * factor[s] + 1) for s in range(size)]
+    sizes = v41_sizes(config)[which]
+    mixed = np.stack([np.bitwise_xor.reduce(product[:k]) for k in range(2, size + 1)], 1)
+    rows = (mixed[:, :, None] % sizes).reshape(n, -1) + np.cumsum(sizes) - sizes.ravel()
+    assert config["engram_num_embeddings"][which] == sizes.sum() == len(W.plain(p + "embed.weight"))
+    made = W.get(p + "embed.weight")[rows].reshape(n, -1) @ W.get(p + "wkv.weight").T
+    made = made.reshape(n, config["hc_mult"] + 1, -1)
+    match = (rms(streams, W.get(p + "q_weight"), eps) * rms(made[:, :-1], W.get(p + "k_weight"), eps)).sum(-1)
+    match /= math.sqrt(config["hidden_size"])
+    return streams + sigmoid(np.sign(match) * np.sqrt(np.maximum(abs(match), 1e-6)))[..., None] * made[:, -1:]
+
+
+def v41_latents(W, config, x, p, ratio):
+    value = x @ W.get(p + "wkv.weight").T
+    if ratio > 1:
+        cut = lambda t: t[:len(t) // ratio * ratio].reshape(-1, ratio, t.shape[1]).swapaxes(1, 2)
+        value = (cut(value) * softmax(cut(x @ W.get(p + "wgate.weight").T))).sum(-1)
+    return norm(W, config, value, p + "norm.weight")
+
+
+def v41_choice(W, config, x, low, p, layer, kept):
+    """The keys that a query sees.  kept: what layers hand down."""
+    ratio, _, freq = v4_layer(config, layer)
+    at, keys, k = np.arange(len(x)), kept["index"], config["index_topk"]
+    whole = (at[:, None] + 1) // ratio > np.arange(len(keys))
+    q = V41_ROUND["index"](turn_last((low @ W.get(p + "wq_b.weight").T).reshape(len(x), -1, keys.shape[1]), at, freq))
+    score = np.einsum("qh,qhk->qk", x @ W.get(p + "weights_proj.weight").T, np.maximum(np.einsum("qhd,kd->qhk", q, keys), 0))
+    if 0 <= config["candidate_source_layer_id"] < layer:
+        whole = whole & kept["candidates"]
+    score = np.where(whole, score, -np.inf)
+    if layer == config["candidate_source_layer_id"]:
+        size, blocks = config["candidate_block_size"], np.zeros_like(whole)
+        for t in range(ratio - 1, len(x)):
+            last = ((t + 1) // ratio - 1) // size
+            best = [score[t, b * size:(b + 1) * size].max() for b in range(last)]
+            for b in [last, *np.argsort(best)[::-1][:config["candidate_topk_blocks"] - 1]]:
+                blocks[t, b * size:(b + 1) * size] = True
+        kept["candidates"] = blocks
+    chosen = np.zeros_like(whole)
+    np.put_along_axis(chosen, np.argsort(-score, -1, kind="stable")[:, :k], True, -1)
+    return chosen & whole
+
+
+def v41_attention(W, config, x, p, layer, kept):
+    ratio, _, freq = v4_layer(config, layer)
+    n, heads, d, groups, at = len(x), config["num_attention_heads"], config["head_dim"], config["o_groups"], np.arange(len(x))
+    low = norm(W, config, x @ W.get(p + "wq_a.weight").T, p + "q_norm.weight")
+    q = turn_last((low @ W.get(p + "wq_b.weight").T).reshape(n, heads, d), at, freq)
+    kv = V41_ROUND["key"](turn_last(norm(W, config, x @ W.get(p + "wkv.weight").T, p + "kv_norm.weight"), at, freq))
+    seen = np.tril(np.ones((n, n), bool)) & ~np.tril(np.ones((n, n), bool), -config["sliding_window"])
+    if layer in config["kv_source_layer_ids"]:
+        latent = v41_latents(W, config, x, p + "compressor.", ratio)
+        turned = lambda t: turn_last(t, np.arange(len(t)) * ratio, freq)
+        kept["keys"] = V41_ROUND["compressed"](turned(latent))
+        key = norm(W, config, latent @ W.get(p + "indexer.wk.weight").T, p + "indexer.k_norm.weight")
+        kept["index"] = V41_ROUND["index"](turned(key))
+    if layer in config["index_source_layer_ids"]:
+        kept["chosen"] = v41_choice(W, config, x, low, p + "indexer.", layer, kept)
+    if ratio:
+        kv, seen = np.concatenate([kv, kept["keys"]]), np.concatenate([seen, kept["chosen"]], -1)
+    score = np.where(seen[:, None], np.einsum("qhd,kd->qhk", q, kv) * d ** -0.5, -np.inf)
+    sink = np.broadcast_to(W.get(p + "attn_sink")[:, None], (n, heads, 1))
+    y = turn_last(softmax(np.concatenate([score, sink], -1))[..., :-1] @ kv, at, freq, back=True).reshape(n, groups, -1)
+    joined = np.einsum("ngc,goc->ngo", y, W.get(p + "wo_a.weight").reshape(groups, -1, y.shape[-1]))
+    return joined.reshape(n, -1) @ W.get(p + "wo_b.weight").T
+
+
+def v41_trunk(W, config, ids):
+    """The rows after the final norm.  A layer's factors read the streams of the half after it."""
+    number, kept = v41_numbers(W.folder), {}
+    streams = np.repeat(W.get("embed.weight")[ids][:, None], config["hc_mult"], 1)
+    read = np.eye(config["hc_mult"])[np.zeros(len(ids), int)]
+    for layer in range(config["num_hidden_layers"]):
+        p = f"layers.{layer}."
+        if layer in config["engram_layer_ids"]:
+            which = config["engram_layer_ids"].index(layer)
+            streams = v41_engram(W, config, streams, ids, p + "engram.", number, which)
+        for half in ("attn", "ffn"):
+            after, write, mix = v4_mix(W, config, streams, f"{p}hc_{half}_")
+            x = norm(W, config, np.einsum("nj,njd->nd", read, streams), f"{p}{half}_norm.weight")
+            y = (v41_attention(W, config, x, p + "attn.", layer, kept) if half == "attn"
+                 else v4_experts(W, config, x, p + "ffn.", ids, False))
+            streams = write[:, :, None] * y[:, None] + np.einsum("njk,njd->nkd", mix, streams)
+            read = after
+    return norm(W, config, np.einsum("nj,njd->nd", read, streams), "norm.weight")
 
 
 def nemotron_kinds(config):
@@ -1324,7 +1460,7 @@ def embedding(W):
 
 
 def head(W, config):
-    if config["model_type"] == "deepseek_v4":
+    if config["model_type"] in ("deepseek_v4", "deepseek_v41_text"):
         return W.get("head.weight")
     if config["model_type"] in ("nemotron_h", "qwen4_exp_text"):
         return W.get("lm_head.weight")
@@ -1347,6 +1483,8 @@ def trunk(W, config, ids):
     """The rows after the final norm."""
     if config["model_type"] == "deepseek_v4":
         return v4_trunk(W, config, ids)
+    if config["model_type"] == "deepseek_v41_text":
+        return v41_trunk(W, config, ids)
     if config["model_type"] == "nemotron_h":
         return nemotron_trunk(W, config, ids)
     if config["model_type"].startswith("inkling2"):
@@ -1436,6 +1574,8 @@ def check(folder):
 
     ignored = ("model.visual.", "vision_model.", "vision_tower.", "vit_large_projector.", "multi_modal_projector.", "patch_merge_mlp.",
                "k_proj.k_scale", "v_proj.v_scale")
+    if config["model_type"] == "deepseek_v41_text":
+        ignored += "vision.", "aligner.", "image_", "mtp.", ".gate.bias_vl"
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The logits of the DeepSeek-V4 fixtures where keys and the indexer are rounded as in training.
+"""The logits of the DeepSeek-V4 and V4.1 fixtures where keys and the indexer are rounded as in training.
 
-    gen_qat.py      writes tests/fixtures/{deepseek_v4,deepseek_v4_pro}/qat.f32: rows 0, 15, 30, .. of the logits for
-                    ids.i32, [20, 512] float32
+    gen_qat.py [NAME ...]   writes tests/fixtures/NAME/qat.f32 of the four models: rows 0, 15, 30, .. of the logits for
+                            ids.i32, [rows, 512] float32
 
 check_tiny.py's forward in numpy float64, with the roundings of the release's inference code for keys: E4M3 for those of
-attention, but their rotated values; for queries and keys of the indexer a Hadamard matrix and E2M1.  Scales are powers
+attention, but their rotated values; for queries and keys of the indexer a Hadamard matrix and E2M1.  V4.1 rounds the
+rotated values too, compressed keys to E2M1 with E4M3 scales, and has no Hadamard matrix.  The other scales are powers
 of two.  The inputs of matrices in FP8, which that code rounds too, are not rounded here.
 """
 import json
@@ -49,11 +50,21 @@ def index(x):
     return rounded(x @ matrix, E2M1, 32, 6 * 2.0 ** -126)
 
 
+def compressed(x):
+    """Blocks of 16, whose scales are E4M3 numbers."""
+    parts = x.reshape(*x.shape[:-1], -1, 16)
+    scale = nearest(np.clip(np.abs(parts).max(-1, keepdims=True) / 6, 2.0 ** -9, 448), E4M3)
+    return (nearest(np.clip(parts / scale, -6, 6), E2M1) * scale).reshape(x.shape)
+
+
 def main():
     check_tiny.V4_ROUND = {"key": key, "index": index}
-    for name in ("deepseek_v4", "deepseek_v4_pro"):
+    check_tiny.V41_ROUND = {"key": lambda x: rounded(x, E4M3, 32, 1e-4), "compressed": compressed,
+                            "index": lambda x: rounded(x, E2M1, 32, 6 * 2.0 ** -126)}
+    for name in sys.argv[1:] or ("deepseek_v4", "deepseek_v4_pro", "deepseek_v41", "deepseek_v41_nvfp4"):
         folder = check_tiny.FIXTURES / name
-        config, W = json.loads((folder / "config.json").read_text()), check_tiny.Weights(folder)
+        config = check_tiny.text_part(json.loads((folder / "config.json").read_text()))
+        W = check_tiny.Weights(folder)
         ids = np.fromfile(folder / "ids.i32", "<i4")
         logits = check_tiny.trunk(W, config, ids) @ check_tiny.head(W, config).T
         logits[::EVERY].astype("<f4").tofile(folder / "qat.f32")
