@@ -7,7 +7,8 @@
  *   Model         what the source has, and the layers that the engine makes of it, tensor by tensor; in four sections
  *   Families      what config.json says in each family, and the table of families; in five sections
  *   What config.json says of quantization
- *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges; in three sections
+ *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges, and numbers of tokens;
+ *                 in four sections
  *   Metadata      the keys of the GGUF file; in two sections
  *   Output        writes the tensors
  *   Main          listing, report, options
@@ -64,7 +65,7 @@ enum format {
     MXFP8,      /* E4M3, times an E8M0 scale for each 32 */
     FP8_TENSOR, /* E4M3, times `factor` */
     FP8_ROW,    /* E4M3, times scale[row] */
-    FP8_BLOCK   /* E4M3, times scale[block_row(row)][column / 128] */
+    FP8_BLOCK   /* E4M3, times scale[block_row(row)][column / block] */
 };
 
 static const char *const format_names[] = {"plain",          "NVFP4",       "MXFP4",        "MXFP8",
@@ -76,6 +77,7 @@ struct linear {
     const struct tensor *w;
     const struct tensor *scale; /* NVFP4: (rows, cols / 16), MXFP4 and 8: (rows, cols / 32); of some FP8; else NULL */
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
+    size_t block;               /* FP8_BLOCK: rows and columns of a block */
     size_t chunk;               /* FP8_BLOCK: rows after which new blocks begin; of a fused tensor R */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
     float gain;                 /* besides, of an expert's results: a part of NAME.scale; 0: 1 */
@@ -115,7 +117,8 @@ static const struct {
                         {".k_proj.output_scale", of_cache},
                         {".v_proj.output_scale", of_cache},
                         {".activation_scale", of_inputs},
-                        {".rotary_emb.inv_freq", "frequencies follow from config.json"}};
+                        {".rotary_emb.inv_freq", "frequencies follow from config.json"},
+                        {".gate.bias_vl", "moe reads text only"}};
 
 static size_t n_skipped;   /* tensors of the source that are skipped on purpose */
 static bool no_prediction; /* --no-mtp: layers for multi-token prediction are left out */
@@ -250,11 +253,14 @@ static float result_gain(const struct linear *l) { return l->gain != 0 ? l->gain
 /* The factor that becomes NAME.scale, but for that. */
 static float outer_factor(const struct linear *l) { return l->fold ? 1.0f : l->factor; }
 
-static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
+/* Rows and columns of a block of FP8 weights: of most releases, and of DeepSeek-V4.1. */
+static const size_t block_sizes[] = {128, 32};
+
+static size_t blocks_of(size_t n, size_t block) { return n / block + (n % block != 0); }
 
 /* Returns the row of an FP8_BLOCK matrix's scales that belongs to a row of its weights. */
 static size_t block_row(const struct linear *l, size_t row) {
-    return row / l->chunk * ceil128(l->chunk) + row % l->chunk / 128;
+    return row / l->chunk * blocks_of(l->chunk, l->block) + row % l->chunk / l->block;
 }
 
 /* Whether scales have the sizes (rows, cols) or, as ModelOpt writes them for FP8_PB_WO, (rows, 1, cols, 1). */
@@ -275,7 +281,6 @@ static void leave_input_scale(struct tensor *in, struct finding *f) {
  * so that a matrix of one block is rounded like its neighbors. */
 static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .chunk = w->shape[0] / chunks, .factor = 1.0f};
-    const size_t block_rows = chunks * ceil128(l.chunk);
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
     bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
@@ -283,7 +288,11 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
     if (!s)
         refuse_part("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w),
                     x);
-    const bool blocks = is_grid(s, block_rows, ceil128(l.cols));
+    bool blocks = false;
+    for (size_t k = 0; k < COUNT(block_sizes) && !blocks; k++) {
+        l.block = block_sizes[k];
+        blocks = is_grid(s, chunks * blocks_of(l.chunk, l.block), blocks_of(l.cols, l.block));
+    }
     if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
     else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
     else if (is_float(s) && is_scalar(s) && (!inv || s->rank < 2)) l.format = FP8_TENSOR;
@@ -291,8 +300,10 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
         l.format = FP8_ROW;
     else if (is_float(s) && blocks) l.format = FP8_BLOCK;
     else
-        die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
-            l.rows, block_rows, ceil128(l.cols), shape_text(s));
+        die("%s: expected one scale, one per row (%zu), one per 32 x 32 block [%zu, %zu] or one per 128 x 128 block "
+            "[%zu, %zu], found %s",
+            where(s), l.rows, chunks * blocks_of(l.chunk, 32), blocks_of(l.cols, 32), chunks * blocks_of(l.chunk, 128),
+            blocks_of(l.cols, 128), shape_text(s));
     s->used = true;
     leave_input_scale(in, &fp8_inputs);
     if (l.format == FP8_TENSOR) l.factor = fp8_factor(s, read_scalar(s));
@@ -384,13 +395,14 @@ static struct linear resolve_fused(const struct fused *f) {
         if (!s && !inv)
             refuse_part("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x,
                         f->x);
-        if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] != ceil128(rows) ||
-                    inv->shape[2] != ceil128(l.cols)))
+        if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] != blocks_of(rows, 128) ||
+                    inv->shape[2] != blocks_of(l.cols, 128)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
                 rows, l.cols, shape_text(inv));
         l.format = inv ? FP8_BLOCK : by_row ? FP8_ROW : FP8_TENSOR;
         l.scale = inv ? inv : by_row ? s : NULL;
         l.chunk = rows;
+        l.block = 128;
         if (inv) inv->used = true;
         else if (by_row) s->used = true;
         else l.factor = fp8_factor(s, fused_number(f, s));
@@ -961,6 +973,7 @@ static struct checkpoint {
     bool tempered;             /* queries grow with their position */
 
     void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
+    void (*put_tokens)(void);               /* writes what this family has of tokens; NULL: nothing */
     void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
 } src;
 
@@ -1029,6 +1042,7 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_HC_EMBD] = "hc_mult x hidden_size", [DIM_HC] = "hc_mult", [DIM_HC_MIX] = "(2 + hc_mult) hc_mult",
     [DIM_HC_SCALES] = "reading, writing and mixing", [DIM_HC_LOW] = "hc_lowrank",
     [DIM_NGRAM] = "ple_embed_dim", [DIM_NGRAM_CONV] = "ple_conv_kernel_size",
+    [DIM_NGRAM_KV] = "(hc_mult + 1) hidden_size",
     [DIM_COMPRESS_RATIO] = "tokens of a compressed key", [DIM_INDEX_COMPRESSED] = "2 index_head_dim",
     [DIM_GROUP_IN] = "num_attention_heads / o_groups x head_dim",
     [DIM_O_LORA] = "o_lora_rank", [DIM_GROUPS_OUT] = "o_groups x o_lora_rank",
@@ -1079,6 +1093,7 @@ static const char *dim_name(enum dim d) {
     case DIM_COMPRESSED: return dim_of(d) > (size_t)l->attn.head_k ? "2 head_dim" : "head_dim";
     case DIM_INDEX_Q: return gqa ? "heads x width of the indexer" : "index_n_heads x index_head_dim";
     case DIM_INDEX_K: return gqa ? "width of the indexer" : "index_head_dim";
+    case DIM_NGRAM: return src.mixer == MIXER_CSA ? "rows of n-grams x engram_head_dim" : dim_names[d];
     case DIM_HC: return made.model.hc_low ? "hc_count" : dim_names[d];
     case DIM_HC_EMBD: return made.model.hc_low ? "hc_count x hidden_size" : dim_names[d];
     case DIM_USED: return src.top_k_key;
@@ -1356,7 +1371,8 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, src.router_bias);
     const bool bare = !ends_with(dst, ".weight") ||
                       one_of(leaf ? leaf + 1 : r->hf,
-                             "sinks position_bias fn base scale proj static_w index_kpool_compress_ape layer_scalar");
+                             "sinks position_bias fn base scale proj static_w index_kpool_compress_ape layer_scalar "
+                             "k_weight q_weight");
     const char *name = fmt("%s%s", from, bare ? "" : ".weight");
     if (r->n != DIM_ONE) plan_taps(dst, name, r->in, r->n);
     else if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
@@ -1764,12 +1780,44 @@ static struct linear ngram_shard(size_t i, struct tensor *scale) {
     return l;
 }
 
+/* Plans a part of a layer's table of n-grams as its bytes: weights of E4M3, or their scales. */
+static void plan_table(int layer, const char *part, size_t rows, size_t cols) {
+    const bool scales = !strcmp(part, "scale");
+    const char *name = hf_name(layer, fmt("engram.embed.%s", part));
+    struct tensor *t = tensor_find(name);
+    if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
+    if (t->dtype != (scales ? F8_E8M0 : F8_E4M3) || t->rank != 2 || t->shape[0] != rows || t->shape[1] != cols)
+        die("%s: expected %s [%zu, %zu] (engram_num_embeddings, engram_head_dim%s), found %s", where(t),
+            dtypes[scales ? F8_E8M0 : F8_E4M3].name, rows, cols, scales ? " / 32" : "", shape_text(t));
+    struct output *o =
+        plan_add(fmt("blk.%d.engram_embd%s.weight", layer, scales ? "_scale" : ""), GGUF_I8, 2, cols, rows, 1);
+    struct piece one = {.lin = {.format = PLAIN, .w = t, .rows = rows, .cols = cols, .factor = 1.0f}, .rows = rows};
+    arrput(o->pieces, one);
+    o->remark = scales ? "bytes of E8M0" : "bytes of E4M3";
+    t->used = true;
+}
+
+/* Plans the tables of n-grams of DeepSeek-V4.1. */
+static void plan_engrams(void) {
+    json_t *counts = get_list(src.cfg, "engram_num_embeddings");
+    for (int i = 0; i < made.model.n_ngram; i++) {
+        const struct ngram *g = &made.model.ngram[i];
+        const size_t rows = (size_t)json_element(counts, (size_t)i);
+        plan_table(g->layer, "weight", rows, (size_t)g->row);
+        plan_table(g->layer, "scale", rows, (size_t)g->row / NGRAM_SCALE);
+    }
+}
+
 /* Plans the table of n-grams, whose rows are in many tensors. */
 static void plan_ngrams(void) {
     const struct ngram *g = made.model.ngram;
-    const size_t n = g->size ? (size_t)get_int(src.cfg, "split_ngram_parts", 1, 1 << 16, 512) : 0;
+    const size_t n = made.model.n_ngram ? (size_t)get_int(src.cfg, "split_ngram_parts", 1, 1 << 16, 512) : 0;
     struct piece *p = NULL;
     if (!n) return;
+    if (src.mixer == MIXER_CSA) {
+        plan_engrams();
+        return;
+    }
     struct tensor *scale = tensor_find(ngram_name("ngram_embedding.weight_scale"));
     for (size_t i = 0; i < n; i++) {
         struct piece one = {.lin = ngram_shard(i, scale)};
@@ -1902,10 +1950,10 @@ static void find_names(void) {
 /* Skips or refuses tensors by their names. */
 static void screen_names(void) {
     static const char *const vision[] = {
-        "vision_tower.",          "mm_projector.",     "model.visual.",        "visual.",
-        "multi_modal_projector.", "vision_model.",     "vit_large_projector.", "audio_encoder.",
-        "speech_embeddings.",     "patch_merge_mlp.",  "model.vision_tower.",  "model.embed_vision.",
-        "model.audio_tower.",     "model.embed_audio."};
+        "patch_merge_mlp.", "image_",        "model.audio_tower.",  "vision_model.",        "speech_embeddings.",
+        "model.visual.",    "vision.",       "model.embed_vision.", "audio_encoder.",       "multi_modal_projector.",
+        "vision_tower.",    "mm_projector.", "model.vision_tower.", "vit_large_projector.", "model.embed_audio.",
+        "aligner.",         "visual."};
     static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                                          "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
     const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
@@ -2562,7 +2610,8 @@ static void put_hyper(void) {
     kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
 }
 
-static void put_deepseek_v4(void) {
+/* Writes what DeepSeek-V4 and V4.1 have in common. */
+static void put_csa(void) {
     struct doc c = src.cfg;
     const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     kv_u32("attention.q_lora_rank", size_of("q_lora_rank"));
@@ -2572,13 +2621,61 @@ static void put_deepseek_v4(void) {
     put_indexer();
     kv_u32("attention.output_group_count", size_of("o_groups"));
     kv_u32("attention.output_lora_rank", size_of("o_lora_rank"));
+}
+
+static void put_deepseek_v4(void) {
+    put_csa();
     put_ratios();
     put_hyper();
     kv_u32("hash_layer_count", (size_t)count_hash_layers());
     kv_u32("embedding_length_out", size_of("hc_mult") * size_of("hidden_size"));
 }
 
+/* Writes a list of layers, unless it is empty. */
+static void put_sources(const char *from, const char *to) {
+    struct doc c = src.cfg;
+    json_t *list = get_list(c, from);
+    const int n = (int)json_array_size(list);
+    int32_t layers[MAX_LAYERS];
+    for (int i = 0; i < n; i++) {
+        const int64_t layer = json_element(list, (size_t)i);
+        expect(c, from, layer >= (i ? layers[i - 1] + 1 : 0) && layer < src.n_layer,
+               fmt("numbers of layers, ascending and below %d", src.n_layer));
+        layers[i] = (int32_t)layer;
+    }
+    if (n) kv_array(to, GGUF_V_I32, n, layers);
+}
+
+static void put_engrams(void);
+
+/* Writes what V4.1 has for itself: which layers make compressed keys and which choose among them, and n-grams. The list
+ * of ratios goes on with those of a DSpark module. */
+static void put_deepseek_v41(void) {
+    struct doc c = src.cfg;
+    json_t *ratios = get_list(c, "compress_ratios");
+    int32_t all[MAX_LAYERS];
+    const int source = (int)get_int(c, "candidate_source_layer_id", -1, src.n_layer - 1, -1);
+    put_csa();
+    for (int l = 0; l < src.n_layer; l++) {
+        const int64_t ratio = json_element(ratios, (size_t)l);
+        expect(c, "compress_ratios", ratio >= 0 && ratio <= 2, fmt("0, 1 or 2 for each of %d layers", src.n_layer));
+        all[l] = (int32_t)ratio;
+    }
+    kv_array("attention.compress_ratios", GGUF_V_I32, src.n_layer, all);
+    put_hyper();
+    put_sources("kv_source_layer_ids", "attention.kv_source_layers");
+    put_sources("index_source_layer_ids", "attention.index_source_layers");
+    if (source >= 0) {
+        kv_u32("attention.indexer.candidate_source_layer", (size_t)source);
+        kv_u32("attention.indexer.candidate_topk_blocks", size_of("candidate_topk_blocks"));
+        kv_u32("attention.indexer.candidate_block_size", size_of("candidate_block_size"));
+    }
+    put_engrams();
+}
+
 static void put_deepseek_v4_template(const char *name);
+static void put_token_map(void);
+
 /* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no MTP layers. */
 static void config_deepseek_v4(void) {
     struct doc c = src.cfg;
@@ -2622,6 +2719,8 @@ static const struct renaming deepseek_v4_names[] = {
     {"self_attn.o_b_proj", "attn.wo_b", EVERYWHERE},
     {"self_attn.compressor.indexer.q_b_proj", "attn.indexer.wq_b", EVERYWHERE},
     {"self_attn.compressor.indexer.scorer.weights_proj", "attn.indexer.weights_proj", EVERYWHERE},
+    {"self_attn.compressor.indexer.k_proj", "attn.indexer.wk", EVERYWHERE},
+    {"self_attn.compressor.indexer.k_norm", "attn.indexer.k_norm", EVERYWHERE},
     {"self_attn.compressor.indexer.kv_proj", "attn.indexer.compressor.wkv", EVERYWHERE},
     {"self_attn.compressor.indexer.gate_proj", "attn.indexer.compressor.wgate", EVERYWHERE},
     {"self_attn.compressor.indexer.position_bias", "attn.indexer.compressor.ape", EVERYWHERE},
@@ -3473,6 +3572,15 @@ static const struct release {
              .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.",
              .mtp_bare = true, .rotary = 0.125, .partial = true, .put = put_deepseek_v4,
              .put_template = put_deepseek_v4_template}},
+    {.type = "deepseek_v41_text", .wrapper = "deepseek_v41", .config = config_deepseek_v4,
+     .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
+              "norm_topk_prob true mlp_bias false q_head_norm false hc_pre_from_prev_sublayer true num_hash_layers 0",
+     .src = {.arch = "deepseek41", .renaming = deepseek_v4_names, .mixer = MIXER_CSA, .is_dense = is_dense_never,
+             .dense_key = "", .experts_key = "n_routed_experts", .shared_key = "moe_intermediate_size",
+             .shared_count = "n_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.",
+             .mtp_bare = true, .rotary = 0.125, .partial = true, .put = put_deepseek_v41,
+             .put_tokens = put_token_map}},
     {.type = "hy_v3", .config = config_leading_dense, .fixed = "route_norm true",
      .src = {.arch = "hy_v3", .renaming = hy3_names, .is_dense = is_dense_leading, .leads = true, .first_dense = 1,
              .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
@@ -3709,7 +3817,7 @@ static const struct {
      "ignore ignored_layers modules_to_not_convert modules_to_convert exclude_modules packed_modules_mapping producer "
      "version quantization_status global_compression_ratio dequantize run_compressed use_optimized_inference "
      "is_checkpoint_fp8_serialized activation_scheme activation_scale_ub scale_fmt expert_dtype kv_cache_scheme "
-     "kv_cache_quant_algo bits _pre_quantization_dtype",
+     "kv_cache_quant_algo bits _pre_quantization_dtype moe_quant_algo",
      NULL},
     {QUANT_GROUP, "targets weights input_activations output_activations", NULL},
     {QUANT_ARGS,
@@ -3855,12 +3963,12 @@ static void check_quantization(void) {
     for (size_t i = 0; i < COUNT(said); i++) announced |= one_of(said[i], "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
     const bool mxfp8 = !strcmp(get_str(q, "quant_method", "none"), "mxfp8");
     json_t *block = get_list(q, "weight_block_size");
-    for (size_t i = 0; i < json_array_size(block); i++)
-        expect(q, "weight_block_size",
-               json_integer_value(json_array_get(block, i)) == (!mxfp8 ? 128
-                                                                : i    ? 32
-                                                                       : 1),
-               mxfp8 ? "[1, 32]" : "[128, 128]");
+    const int64_t size = json_element(block, 0);
+    for (size_t i = 0; i < json_array_size(block); i++) {
+        const bool square = (size == 128 || size == 32) && json_element(block, i) == size;
+        expect(q, "weight_block_size", mxfp8 ? json_element(block, i) == (i ? 32 : 1) : square,
+               mxfp8 ? "[1, 32]" : "[128, 128] or [32, 32]");
+    }
     expect(q, "fmt", strcasestr(get_str(q, "fmt", "e4m3"), "e4m3") != NULL, "e4m3");
     struct doc sparsity = get_obj(q, "moe_sparsity_config");
     const char *method = get_str(sparsity, "method", "prune");
@@ -4512,6 +4620,268 @@ static void read_vocabulary(struct doc config) {
 }
 
 /* ============================================================================================================
+ * Vocabulary: n-grams
+ *
+ * The tables of n-grams of DeepSeek-V4.1 (Engram, arXiv 2601.07372) have rows for hashes of tokens' numbers. Tokens
+ * have the same number that differ by case, accents and blanks alone. The factors of the hashes are random numbers of
+ * numpy.random.default_rng, the sizes of the tables primes. The release computes all of them; the file has them.
+ * ============================================================================================================ */
+
+/* Ranges of characters of which the release's normalizer (of the library tokenizers) takes none apart and none off: it
+ * has Unicode 9's data. All marks and characters with decompositions that came later are here. */
+static const utf8proc_int32_t newer[][2] = {
+    {0x7f4, 0x815},     {0x85c, 0x8d3},     {0x9e4, 0xa00},     {0xae4, 0xb00},     {0xb4e, 0xb55},
+    {0xc04, 0xc3d},     {0xce4, 0xd00},     {0xd04, 0xd3d},     {0xd64, 0xd81},     {0xeba, 0xeba},
+    {0xece, 0xedb},     {0x1715, 0x1731},   {0x180e, 0x1884},   {0x1abf, 0x1aff},   {0x1cf5, 0x1cf7},
+    {0x1df6, 0x1dfa},   {0x32ff, 0x32ff},   {0xa771, 0xa7f7},   {0xa828, 0xa87f},   {0xa8f2, 0xa925},
+    {0xab60, 0xabe2},   {0x1037b, 0x10a00}, {0x10ae7, 0x10fff}, {0x11047, 0x1107e}, {0x110bb, 0x110ff},
+    {0x11135, 0x11172}, {0x111c1, 0x111c9}, {0x111cd, 0x1122b}, {0x1123f, 0x112de}, {0x11304, 0x1133b},
+    {0x11375, 0x11434}, {0x11447, 0x114af}, {0x1172c, 0x11c2e}, {0x11cb7, 0x16aef}, {0x16b37, 0x16f50},
+    {0x16f7f, 0x16f8e}, {0x16f93, 0x1bc9c}, {0x1bc9f, 0x1d15d}, {0x1e02b, 0x1e8cf}, {0x1f16c, 0x1f18f},
+    {0x1f252, 0x2f7ff}};
+
+static bool is_newer(utf8proc_int32_t cp) {
+    size_t i = 0;
+    while (i < COUNT(newer) && cp > newer[i][1]) i++;
+    return i < COUNT(newer) && cp >= newer[i][0];
+}
+
+/* Whether an accent is taken off: marks. Two letters of Vedic were marks in Unicode 9. */
+static bool is_accent(utf8proc_int32_t cp) {
+    const utf8proc_category_t c = utf8proc_category(cp);
+    return c == UTF8PROC_CATEGORY_MN || c == UTF8PROC_CATEGORY_MC || c == UTF8PROC_CATEGORY_ME || cp == 0x1cf2 ||
+           cp == 0x1cf3;
+}
+
+/* Whether a character is white space. Those that normalizing makes blanks are not here. */
+static bool is_white(utf8proc_int32_t cp) {
+    return cp == ' ' || (cp >= 9 && cp <= 13) || cp == 0x85 || cp == 0x1680 || cp == 0x2028 || cp == 0x2029;
+}
+
+/* Returns n bytes of valid UTF-8 taken apart (NFKD), without accents, in small letters, each stretch of blanks, tabs
+ * and line ends as one blank, and without white space at the ends unless the whole is a blank; where nothing is left
+ * the text as it is. An stb_ds array. */
+static char *plain_text(const char *s, size_t n) {
+    enum { PARTS = 32, SENTINEL = 0xe000 }; /* the release's sign for a lone blank becomes a blank wherever it is */
+    const utf8proc_uint8_t *u = (const utf8proc_uint8_t *)s;
+    utf8proc_int32_t cp, part[PARTS], *all = NULL;
+    char *out = NULL;
+    for (size_t i = 0; i < n;) {
+        int bound = 0;
+        i += (size_t)utf8proc_iterate(u + i, (utf8proc_ssize_t)(n - i), &cp);
+        utf8proc_ssize_t k = 1;
+        part[0] = cp;
+        if (!is_newer(cp)) k = utf8proc_decompose_char(cp, part, PARTS, UTF8PROC_DECOMPOSE | UTF8PROC_COMPAT, &bound);
+        for (utf8proc_ssize_t j = 0; j < k; j++) {
+            const bool blank = part[j] == ' ' || part[j] == '\t' || part[j] == '\r' || part[j] == '\n';
+            if (is_accent(part[j]) && !is_newer(part[j])) continue;
+            if (!blank) arrput(all, utf8proc_tolower(part[j]));
+            else if (!arrlen(all) || arrlast(all) != ' ') arrput(all, ' ');
+        }
+    }
+    size_t first = 0, last = arrlenu(all);
+    const bool lone = last == 1 && all[0] == ' ';
+    while (!lone && first < last && is_white(all[first])) first++;
+    while (!lone && first < last && is_white(all[last - 1])) last--;
+    for (size_t i = first; i < last; i++) {
+        utf8proc_uint8_t one[4];
+        const utf8proc_ssize_t k = utf8proc_encode_char(all[i] == SENTINEL ? ' ' : all[i], one);
+        memcpy(arraddnptr(out, k), one, (size_t)k);
+    }
+    if (!arrlen(out) && n) memcpy(arraddnptr(out, n), s, n);
+    arrfree(all);
+    return out;
+}
+
+/* What tokens of the same number have in common. */
+struct token_key {
+    char *text; /* stb_ds */
+    int32_t token;
+};
+
+/* By text, then by token. */
+static int compare_keys(const void *a, const void *b) {
+    const struct token_key *x = a, *y = b;
+    const size_t n = arrlenu(x->text), m = arrlenu(y->text);
+    const int order = n && m ? memcmp(x->text, y->text, n < m ? n : m) : 0;
+    if (order) return order;
+    return n != m ? (n < m ? -1 : 1) : (x->token > y->token) - (x->token < y->token);
+}
+
+/* Returns the bytes of a token, whose name is in GPT-2's alphabet or, of added tokens, as it is; an stb_ds array. */
+static char *token_bytes(const char *name) {
+    enum { LETTERS = 256 + 68 };
+    static int16_t byte_of[LETTERS];
+    const utf8proc_uint8_t *u = (const utf8proc_uint8_t *)name;
+    utf8proc_int32_t cp;
+    char *out = NULL;
+    for (int b = byte_of['!'] ? 256 : 0; b < 256; b++) {
+        uint8_t byte = (uint8_t)b;
+        utf8proc_iterate((const utf8proc_uint8_t *)alphabet_text((struct bytes){&byte, 1}), -1, &cp);
+        byte_of[cp] = (int16_t)(b + 1);
+    }
+    for (; *u; u += utf8proc_iterate(u, -1, &cp)) {
+        if (utf8proc_iterate(u, -1, &cp) <= 0 || cp >= LETTERS || !byte_of[cp]) {
+            arrsetlen(out, 0);
+            memcpy(arraddnptr(out, strlen(name)), name, strlen(name));
+            return out;
+        }
+        arrput(out, (char)(byte_of[cp] - 1));
+    }
+    return out;
+}
+
+/* Returns what a token has in common with others. One that is no whole UTF-8 has its own name. */
+static char *token_text(const char *name) {
+    char *bytes = token_bytes(name), *key = NULL;
+    const utf8proc_ssize_t n = (utf8proc_ssize_t)arrlen(bytes);
+    utf8proc_int32_t cp = 0;
+    utf8proc_ssize_t i = 0, k = 1;
+    for (; i < n && k > 0 && cp != 0xfffd; i += k)
+        k = utf8proc_iterate((const utf8proc_uint8_t *)bytes + i, n - i, &cp);
+    if (k > 0 && cp != 0xfffd) key = plain_text(bytes, (size_t)n);
+    else memcpy(arraddnptr(key, strlen(name)), name, strlen(name));
+    arrfree(bytes);
+    return key;
+}
+
+/* Writes the number of every token. Numbers rise by the first token that has them. Ids without a token have that of the
+ * token that stands before a text. */
+static void put_token_map(void) {
+    struct doc c = src.cfg;
+    if (!json_array_size(get_list(c, "engram_layer_ids"))) return;
+    const size_t n = src.n_vocab, pad = (size_t)get_int(c, "engram_pad_token_id", 0, (int64_t)n - 1, REQUIRED);
+    struct token_key *keys = xrealloc(NULL, n * sizeof *keys);
+    int32_t *number = xrealloc(NULL, n * sizeof *number), *first = xrealloc(NULL, n * sizeof *first), count = 0;
+    if (vocab.spm) die("'%s': n-grams of tokens need byte-level BPE, the tokenizer is SentencePiece", model_dir);
+    for (size_t i = 0; i < n; i++) {
+        const bool unused = vocab.type[i] == TOKEN_UNUSED;
+        keys[i] = (struct token_key){unused ? NULL : token_text(vocab.text[i]), (int32_t)i};
+        if (unused) arrput(keys[i].text, (char)0xff); /* no token's, which are UTF-8 */
+    }
+    qsort(keys, n, sizeof *keys, compare_keys);
+    for (size_t i = 0, from = 0; i < n; i++) {
+        if (i && (arrlenu(keys[i].text) != arrlenu(keys[from].text) ||
+                  (arrlen(keys[i].text) && memcmp(keys[i].text, keys[from].text, arrlenu(keys[i].text)) != 0)))
+            from = i;
+        first[keys[i].token] = keys[from].token;
+    }
+    for (size_t i = 0; i < n; i++)
+        if (vocab.type[i] != TOKEN_UNUSED) number[i] = first[i] == (int32_t)i ? count++ : number[first[i]];
+    for (size_t i = 0; i < n; i++)
+        if (vocab.type[i] == TOKEN_UNUSED) number[i] = vocab.type[pad] == TOKEN_UNUSED ? 0 : number[pad];
+    expect(c, "engram_compressed_vocab_size",
+           get_int(c, "engram_compressed_vocab_size", 1, (int64_t)n, REQUIRED) == count,
+           fmt("%d, the tokens that differ by more than case, accents and blanks", count));
+    kv_array("engram.token_map", GGUF_V_I32, (int)n, number);
+    for (size_t i = 0; i < n; i++) arrfree(keys[i].text);
+    free(keys);
+    free(number);
+    free(first);
+}
+
+/* Random numbers of numpy.random.default_rng(seed): PCG64 (XSL-RR), whose state and increment a SeedSequence makes. */
+struct numpy_rng {
+    unsigned __int128 state, increment;
+};
+
+static uint64_t numpy_next(struct numpy_rng *r) {
+    static const uint64_t high = 0x2360ed051fc65da4, low = 0x4385df649fccf645;
+    r->state = r->state * ((unsigned __int128)high << 64 | low) + r->increment;
+    const uint64_t mixed = (uint64_t)(r->state >> 64) ^ (uint64_t)r->state;
+    const int turn = (int)(r->state >> 122);
+    return mixed >> turn | mixed << (-turn & 63);
+}
+
+/* Mixes a word with a constant that is multiplied each time. */
+static uint32_t seed_hash(uint32_t v, uint32_t *constant, uint32_t factor) {
+    v ^= *constant;
+    *constant *= factor;
+    v *= *constant;
+    return v ^ v >> 16;
+}
+
+static struct numpy_rng numpy_seed(uint32_t seed) {
+    enum { POOL = 4, WORDS = 8 };
+    uint32_t pool[POOL], constant = 0x43b0d7e5;
+    uint64_t out[WORDS / 2] = {0};
+    for (int i = 0; i < POOL; i++) pool[i] = seed_hash(i ? 0 : seed, &constant, 0x931e8875);
+    for (int from = 0; from < POOL; from++)
+        for (int to = 0; to < POOL; to++) {
+            if (from == to) continue;
+            const uint32_t v = 0xca01f9ddu * pool[to] - 0x4973f715u * seed_hash(pool[from], &constant, 0x931e8875);
+            pool[to] = v ^ v >> 16;
+        }
+    constant = 0x8b51f9dd;
+    for (int i = 0; i < WORDS; i++)
+        out[i / 2] |= (uint64_t)seed_hash(pool[i % POOL], &constant, 0x58f38ded) << i % 2 * 32;
+    struct numpy_rng r = {0, ((unsigned __int128)out[2] << 64 | out[3]) << 1 | 1};
+    numpy_next(&r);
+    r.state += (unsigned __int128)out[0] << 64 | out[1];
+    numpy_next(&r);
+    return r;
+}
+
+/* Returns a number below n, as Generator.integers does for n above 2^32 (arXiv 1805.10941, algorithm 5). */
+static uint64_t numpy_below(struct numpy_rng *r, uint64_t n) {
+    unsigned __int128 m = (unsigned __int128)numpy_next(r) * n;
+    while ((uint64_t)m < -n % n) m = (unsigned __int128)numpy_next(r) * n;
+    return (uint64_t)(m >> 64);
+}
+
+static bool is_prime(int64_t n) {
+    for (int64_t d = 2; d * d <= n; d++)
+        if (n % d == 0) return false;
+    return n > 1;
+}
+
+/* Writes how the layers' tables of n-grams are found. The heads' rows are primes from engram_vocab_size on, none twice
+ * in the model. */
+static void put_engrams(void) {
+    struct doc c = src.cfg;
+    json_t *layers = get_list(c, "engram_layer_ids"), *counts = get_list(c, "engram_num_embeddings");
+    const size_t n = json_array_size(layers);
+    if (!n) return;
+    const size_t size = (size_t)get_int(c, "engram_max_ngram_size", 2, NGRAM_MAX, REQUIRED);
+    const size_t each = (size_t)get_int(c, "engram_n_heads", 1, NGRAM_HEADS / ((int64_t)size - 1), REQUIRED);
+    const int64_t numbers = get_int(c, "engram_compressed_vocab_size", 1, (int64_t)src.n_vocab, REQUIRED);
+    int64_t prime = get_int(c, "engram_vocab_size", 2, INT32_MAX / 2, REQUIRED);
+    int32_t *rows = NULL, *sizes = NULL, *offsets = NULL;
+    int64_t *factors = NULL;
+    expect(c, "engram_num_embeddings", json_array_size(counts) == n, fmt("a number for each of %zu layers", n));
+    for (size_t i = 0; i < n; i++) {
+        int64_t sum = 0;
+        struct numpy_rng r = numpy_seed(10007u * (uint32_t)json_element(layers, i));
+        for (size_t k = 0; k < (size - 1) * each; k++, prime++) {
+            while (!is_prime(prime)) prime++;
+            arrput(sizes, (int32_t)prime);
+            arrput(offsets, (int32_t)sum);
+            sum += prime;
+            expect(c, "engram_vocab_size", sum <= INT32_MAX, fmt("tables of at most %d rows", INT32_MAX));
+        }
+        expect(c, "engram_num_embeddings", json_element(counts, i) == sum,
+               fmt("%lld for table %zu, the sum of %zu primes", (long long)sum, i, (size - 1) * each));
+        arrput(rows, (int32_t)sum);
+        for (size_t k = 0; k < size; k++)
+            arrput(factors, (int64_t)(2 * numpy_below(&r, (uint64_t)(INT64_MAX / numbers / 2)) + 1));
+    }
+    put_sources("engram_layer_ids", "engram.layers");
+    kv_u32("engram.ngram_size", size);
+    kv_u32("engram.head_count", each);
+    kv_u32("engram.head_dim", size_of("engram_head_dim"));
+    kv_array("engram.embedding_counts", GGUF_V_I32, (int)n, rows);
+    kv_array("engram.head_bucket_sizes", GGUF_V_I32, (int)arrlen(sizes), sizes);
+    kv_array("engram.head_offsets", GGUF_V_I32, (int)arrlen(offsets), offsets);
+    kv_array("engram.multipliers", GGUF_V_I64, (int)arrlen(factors), factors);
+    kv_u32("engram.compressed_vocab_size", (size_t)numbers);
+    kv_u32("engram.pad_token_id", (size_t)get_int(c, "engram_pad_token_id", 0, (int64_t)src.n_vocab - 1, REQUIRED));
+    arrfree(rows);
+    arrfree(sizes);
+    arrfree(offsets);
+    arrfree(factors);
+}
+
+/* ============================================================================================================
  * Metadata
  *
  * Writes the keys of the GGUF file under the names that llama.cpp uses, and moe.reap.* for pruned models.
@@ -5074,6 +5444,7 @@ static void put_vocabulary(const char *name) {
     kv_str("tokenizer.ggml.pre", is_gemma() ? "gemma4" : vocab.spm ? "default" : vocab.pre);
     kv_strings("tokenizer.ggml.tokens", vocab.text, src.n_vocab);
     gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, src.n_vocab, vocab.type);
+    if (src.put_tokens) src.put_tokens();
     put_merging();
     static const char *const specials[][2] = {{"bos", "tokenizer.ggml.bos_token_id"},
                                               {"eos", "tokenizer.ggml.eos_token_id"},
@@ -5235,11 +5606,11 @@ static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *
 }
 
 /* dst (cols) = one row of raw bytes as F32, without a `factor` that is not folded. s: its block scales (NVFP4, MXFP4,
- * MXFP8). scale: its scale, or one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the
- * largest magnitude; infinity and NaN are larger than any number. */
+ * MXFP8). scale: its scale, or one for each block of columns (FP8). e4m3: the values of all bytes. Returns the bits of
+ * the largest magnitude; infinity and NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
-    size_t step = l->format == FP8_BLOCK ? 128 : l->cols;
+    size_t step = l->format == FP8_BLOCK ? l->block : l->cols;
     int32_t most = 0;
     switch (l->format) {
     case PLAIN: gguf_dequantize_row(float_type(l->w), raw, dst, l->cols); break;
@@ -5319,7 +5690,8 @@ static void read_block_factors(const struct tensor *t, size_t first, size_t n, f
 static float read_straight(const struct piece *p, size_t first, size_t n, float *dst) {
     const struct linear *l = &p->lin;
     const bool powers = l->format == MXFP4 || l->format == MXFP8;
-    const size_t rb = row_bytes(l), tiles = ceil128(l->cols), per_row = l->cols / (powers ? 32 : 16);
+    const size_t rb = row_bytes(l), tiles = l->format == FP8_BLOCK ? blocks_of(l->cols, l->block) : 0;
+    const size_t per_row = l->cols / (powers ? 32 : 16);
     size_t scales = l->format == FP8_ROW ? n : 1, low = SIZE_MAX, high = 0;
     for (size_t i = 0; i < n && l->format == FP8_BLOCK; i++) {
         const size_t row = block_row(l, piece_row(p, first + i));
@@ -5612,13 +5984,31 @@ static void write_ids(const struct output *o) {
     }
 }
 
+/* Writes bytes of E4M3 or E8M0 as I8. NaN is an error. */
+static void write_bytes(const struct output *o) {
+    const struct tensor *t = o->pieces[0].lin.w;
+    const uint8_t mask = t->dtype == F8_E4M3 ? 0x7f : 0xff;
+    for (size_t from = 0; from < o->bytes; from += CHUNK_BYTES) {
+        const size_t n = o->bytes - from < CHUNK_BYTES ? o->bytes - from : CHUNK_BYTES;
+        uint8_t *raw = scratch(0, n);
+        bool bad = false;
+        tensor_read(t, from, raw, n);
+        for (size_t i = 0; i < n; i++) bad |= (raw[i] & mask) == mask;
+        for (size_t i = 0; i < n && bad; i++)
+            if ((raw[i] & mask) == mask)
+                die("%s: row %zu: the byte %02x is not a number", where(t), (from + i) / o->ne[0], raw[i]);
+        out_write(raw, n);
+    }
+}
+
 /* Writes the data of one output, padded to the alignment. */
 static void write_output(struct output *o) {
     static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
     size_t from = dest.done;
     if (o->values) out_write(o->values, arrlenu(o->values) * sizeof *o->values);
     if (o->type == GGUF_I32) write_ids(o);
-    for (size_t i = 0; i < arrlenu(o->pieces) && o->type != GGUF_I32; i++) write_piece(o, i);
+    if (o->type == GGUF_I8) write_bytes(o);
+    for (size_t i = 0; i < arrlenu(o->pieces) && o->type != GGUF_I32 && o->type != GGUF_I8; i++) write_piece(o, i);
     if (dest.done - from != o->bytes)
         die("internal error: %s: %zu bytes written, %zu planned", o->name, dest.done - from, o->bytes);
     out_write(zeros, gguf_pad(o->bytes) - o->bytes);
@@ -5763,12 +6153,13 @@ static const struct manual manual = {
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text,\n"
              "qwen3, qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32,\n"
-             "deepseek_v4, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa,\n"
-             "glm4, dots1, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
-             "minimax_m3, mixtral, llama, mistral, mistral3, ministral3, mistral4, gemma4,\n"
-             "gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
-             "mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2,\n"
-             "inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "deepseek_v4, deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3,\n"
+             "glm4_moe, glm4_moe_lite, glm_moe_dsa, glm4, dots1, gpt_oss, minimax_m2,\n"
+             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
+             "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
+             "ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear,\n"
+             "bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
