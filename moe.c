@@ -40,43 +40,43 @@
  *   Allocation                                       110  xmalloc and its guard; strings; stb_ds
  *   Files, time, text                                420  clock, files, atomic output, UTF-8, random numbers
  *   Terminal                                         170  what stderr may show; control characters made visible
- *   Progress of a turn                                70  the line that is shown until an answer begins
+ *   Progress of a turn                                80  the line that is shown until an answer begins
  *
  *  Types
- *   Types: matrices and layers                       330  weights, attention, delta net, layer
- *   Types: the table of tensors                      310  every tensor: names, field, shape, who has it
- *   Types: the table of keys                         150  every key: name, kind, range, default
- *   Types: models                                    370  model, family; sizes that follow from them
- *   Types: operations                                350  the table that every backend fills in; its contract
- *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
+ *   Types: matrices and layers                       390  weights, attention, delta net, layer
+ *   Types: the table of tensors                      360  every tensor: names, field, shape, who has it
+ *   Types: the table of keys                         170  every key: name, kind, range, default
+ *   Types: models                                    420  model, family; sizes that follow from them
+ *   Types: operations                                360  the table that every backend fills in; its contract
+ *   Types: cache tensors, ranks, the GPU backend     320  struct rank; cuda_* functions
  *
  *  State
- *   State: cache tensors of a layer                  360  the KV cache and recurrent states
- *   State: sizes on a GPU                            450  what a GPU rank allocates
+ *   State: cache tensors of a layer                  420  the KV cache and recurrent states
+ *   State: sizes on a GPU                            500  what a GPU rank allocates
  *
  *  Model
- *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
- *   Families: what they share                        200  heads, windows, rotations
+ *   Model: tensors of a file                         450  reads keys and rotations, checks and binds tensors
+ *   Families: what they share                        220  heads, windows, rotations
  *   Families: grouped-query attention                220  what each reads, its layers, its forward
  *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
- *   Families: DeepSeek-V4                            120  the same
- *   Families: gated delta nets                       190  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
+ *   Families: DeepSeek-V4                            240  the same
+ *   Families: gated delta nets                       200  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
  *   Families: Inkling 2                              120  the same of Inkling 2
- *   Families: n-grams                                120  the same of Qwen3.8-Flash-Next
- *   Families: the forward                            240  the forward of all. START HERE
- *   Model: layers and files                          540  binds layers, checks leftovers, opens files
- *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         280  --synth: shapes of real models
- *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
- *   Synthetic models: weights                        220  its tensors, random numbers
+ *   Families: n-grams                                150  the same of Qwen3.8-Flash-Next
+ *   Families: the forward                            280  the forward of all. START HERE
+ *   Model: layers and files                          660  binds layers, checks leftovers, opens files
+ *   Shards of a model                                300  what each rank holds
+ *   Synthetic models: shapes                         340  --synth: shapes of real models
+ *   Synthetic models: keys                           370  a text of keys becomes a header as of a file
+ *   Synthetic models: weights                        260  its tensors, random numbers
  *
  *  CPU
  *   CPU threads                                      240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                      140  their interface; formats of activations
- *   CPU kernels: reference                           210  scalar F32: the oracle
+ *   CPU kernels: reference                           220  scalar F32: the oracle
  *   CPU kernels: portable vector functions           200  vectors by extensions of the compiler, small F32 matrices
- *   CPU kernels: portable functions on rows          310  norms, softmax, conversions
+ *   CPU kernels: portable functions on rows          320  norms, softmax, conversions
  *   CPU kernels: GEMM with integer activations       250  panels of weights, 16-bit activations
  *   CPU kernels: GEMM with F32 panels                120  transposed panels of weights, many tokens
  *   CPU kernels: scalar                               90  GEMM for any processor
@@ -87,36 +87,36 @@
  *   CPU kernels: choice                               90  the best set that the processor has
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                   410  embedding, norms, all-reduce
- *   CPU operations: matrices and rotations           300  linear, input of MTP, RoPE
- *   CPU operations: attention                        440  online softmax over the cache
- *   CPU operations: kinds of attention               220  grouped-query and latent attention
- *   CPU operations: sparse attention                 180  the choice of the keys that a query sees
- *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
- *   CPU operations: recurrent states                 210  gated delta nets and Mamba-2
- *   CPU operations: blocks of layers                 280  the residual of Inkling 2, and its attention
+ *   CPU operations                                   450  embedding, norms, all-reduce
+ *   CPU operations: matrices and rotations           310  linear, input of MTP, RoPE
+ *   CPU operations: attention                        460  online softmax over the cache
+ *   CPU operations: kinds of attention               230  grouped-query and latent attention
+ *   CPU operations: sparse attention                 230  the choice of the keys that a query sees
+ *   CPU operations: compressed keys                  290  attention of one KV head over a window and means of keys
+ *   CPU operations: recurrent states                 220  gated delta nets and Mamba-2
+ *   CPU operations: blocks of layers                 250  the residual of Inkling 2, and its attention
  *   CPU operations: n-grams                          100  rows of a table of n-grams, and what they add
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
- *   CPU operations: feed-forward                     470  router and experts
- *   CPU operations: logits and results               140  logits, and operations that wait
- *   CPU operations: memory of a rank                 240  the table of operations; what a rank allocates
+ *   CPU operations: feed-forward                     500  router and experts
+ *   CPU operations: logits and results               150  logits, and operations that wait
+ *   CPU operations: memory of a rank                 250  the table of operations; what a rank allocates
  *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
  *  Session
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                           250  how many tokens a round drafts
- *   Session                                          310  a timeline of tokens: truncation, snapshots
- *   Session: forwards                                490  forwards, drafts, choices of tokens
+ *   Session                                          320  a timeline of tokens: truncation, snapshots
+ *   Session: forwards                                520  forwards, drafts, choices of tokens
  *   Session: sync and score                          300  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
  *  Text
  *   Vocabulary: pre-tokenizers                        20  the expressions that cut text into pieces
  *   Vocabulary: tables                               210  pieces of text, merges, special tokens
- *   Vocabulary: loading                              430  tokens, merges and scores of a file, as hash tables
+ *   Vocabulary: loading                              450  tokens, merges and scores of a file, as hash tables
  *   Vocabulary: text to tokens and back              370  BPE, SentencePiece; tokens to text
  *   Chat template: values                            360  values; the origin of every byte of text
  *   Chat template: text of values                    200  code points; text that grows
@@ -142,9 +142,9 @@
  *   Options of a program                             170  the form of the table of options; values of options
  *   Help and manual page                             190  what --help and --man print
  *   Completion                                       160  scripts for bash and zsh
- *   Options                                          230  settings; texts of --MODE --help
+ *   Options                                          250  settings; texts of --MODE --help
  *   Options: the table                               290  every option, values and defaults
- *   Command line                                     420  parsing, --MODE --help, checks of what was given together
+ *   Command line                                     430  parsing, --MODE --help, checks of what was given together
  *
  *  Chat
  *   Terminal: columns and word wrap                  140  columns of text; answers broken between words
@@ -2111,6 +2111,9 @@ struct loader;
 struct rank;
 struct cache_tensor;
 
+/* How keys and the indexer are rounded as in training: not, as in DeepSeek-V4, as in V4.1; see qat_key. */
+enum rounding { ROUNDS_NOTHING, ROUNDS_V4, ROUNDS_V41 };
+
 /* A family of models: one architecture name of GGUF and what belongs to it. */
 struct family {
     const char *arch;     /* general.architecture */
@@ -2119,7 +2122,7 @@ struct family {
     bool dense;           /* a model may have no experts */
     bool softmax_bias;    /* routing biases are used without a sigmoid, too */
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
-    bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
+    enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
@@ -2494,7 +2497,9 @@ enum act {
         ACT_COUNT
 };
 
-enum { QAT_KEY = 64, QAT_INDEX = 32 /* model.qat: values with one scale; the last block may be shorter */ };
+/* model.qat: values with one scale; the last block may be shorter. Of keys of DeepSeek-V4 and V4.1, of keys and queries of
+ * the indexer, and of compressed keys of V4.1. */
+enum { QAT_KEY = 64, QAT_KEY_V41 = 32, QAT_INDEX = 32, QAT_COMPRESSED = 16 };
 
 /* How a token is chosen; the options of the same names. */
 struct sampling {
@@ -5017,7 +5022,7 @@ static void forward_mla(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: DeepSeek-V4
  *
- * Attention of one KV head over a window and compressed keys.
+ * Attention of one KV head over a window and compressed keys; DeepSeek-V4.1, whose layers share these keys.
  * ============================================================================================================ */
 
 /* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. An
@@ -5616,7 +5621,7 @@ static void forward_rel(struct program *p, const struct model *m, int il) {
  * Families: n-grams
  *
  * Qwen3.8-Flash-Next: gated delta nets and gated attention to blocks of keys, streams that are read through a low rank,
- * and a table of n-grams.
+ * and a table of n-grams. The tables of DeepSeek-V4.1.
  * ============================================================================================================ */
 
 /* Reads a list of n whole numbers of 64 bits within the table's range. */
@@ -5750,7 +5755,11 @@ static void layer_qwen4exp(struct loader *l, struct layer *layer, int il) {
  *   g_j = k_j . N(X)_j / sqrt(n_embd)                           V_j = sigmoid(sign(g_j) sqrt(max(|g_j|, 1e-6))) v
  *   X_j += V_j + SiLU(sum over taps c of w_c N(V_t - (n_conv - 1 - c) size)_j)
  *
- * A ring holds what the convolution and the hashes need of the tokens before a forward. */
+ * A ring holds what the convolution and the hashes need of the tokens before a forward.
+ *
+ * Engram (DeepSeek-V4.1, arXiv 2601.07372) has such a table for each of two layers, without a convolution: X_j += V_j. x_s
+ * is the id of the token s before the latest, which tokens share that differ by case, accents and blanks alone, and that
+ * of a padding token where there is none. */
 
 /* Adds the table's rows to the streams before layer il. */
 static void forward_ngrams(struct program *p, const struct model *m, int il) {
@@ -5804,7 +5813,8 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  *   X_k = r_k F(x) + sum over j of M_j,k X_j
  *
  * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. The last row is
- * read as x is, by coefficients of its own, or is the mean of the streams.
+ * read as x is, by coefficients of its own, or is the mean of the streams. In DeepSeek-V4.1 reading lags: x is read by the
+ * p of the half before, the first one is stream 0, and the last row is read by the p of the last half.
  *
  * Hyper-connections of a low rank (Qwen3.8-Flash-Next) weigh every value of the streams, and do not mix them. N is the
  * norm of each stream, after which F has no norm of its own:
@@ -5969,10 +5979,10 @@ static const struct family families[] = {
      .read = read_sparse,   .layer = layer_sparse},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_glm_dsa,  .layer = layer_sparse},
-    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .mtp_before_norm = true, .qat = true,
+    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .mtp_before_norm = true, .qat = ROUNDS_V4,
      .read = read_deepseek4, .layer = layer_deepseek4},
     {.arch = "deepseek41", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .lagging_streams = true,
-     .read = read_deepseek41, .layer = layer_deepseek41},
+     .qat = ROUNDS_V41, .read = read_deepseek41, .layer = layer_deepseek41},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -7405,10 +7415,11 @@ static void synth_cut(struct synth *y, const char *key, int n) {
 /* No more layers find experts by token ids than there are, and one of them has the table of n-grams. Lists of layers end
  * with the last one. */
 static void synth_fit(struct synth *y) {
-    static const char *const lists[] = {"attention.kv_source_layers", "attention.index_source_layers",
-                                        "attention.indexer.candidate_source_layer", "engram.layers"};
+    static const char *const lists[] = {"attention.kv_source_layers", "attention.index_source_layers", "engram.layers"},
+                             *const source = "attention.indexer.candidate_source_layer";
     const int n = int_max(0, synth_layers(y));
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) synth_cut(y, lists[i], n);
+    if (synth_value(y, source) && synth_int(y, source) >= n) synth_set(y, source, "%u", UINT32_MAX); /* none */
     if (synth_int(y, "hash_layer_count") > n) synth_set(y, "hash_layer_count", "%d", n);
     if (synth_value(y, "ple.layers") && synth_int(y, "ple.layers") >= n)
         synth_set(y, "ple.layers", "%d", int_max(0, n - 1));
@@ -7516,7 +7527,9 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
             snprintf(key, sizeof key, "%.*s", (int)n, p);
             for (int k = 0; k < i; k++) before |= synth_find_key(texts[k], key) != NULL;
             const char *const v = i ? p + n + 1 : synth_value(y, key);
-            if (!before && *v && *v != ' ') synth_put(&w, y, key_rule_of(key), v); /* empty: see synth_cut */
+            const struct key_rule *const rule = key_rule_of(key);
+            const bool none = rule->shape == KEY_LIST && (!*v || *v == ' '); /* see synth_cut */
+            if (!before && !none) synth_put(&w, y, rule, v);
         }
     gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
     for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
@@ -12383,14 +12396,15 @@ static void run_select_keys(struct rank *r, const struct step *s) {
  *
  * model.qat: numbers are rounded as in training. Every key of attention but its rotated values is what E4M3 holds of
  * it; queries and keys of the indexer are turned by a Hadamard matrix, which alone leaves their products as they are,
- * and are then what E2M1 holds of them.
+ * and are then what E2M1 holds of them. In DeepSeek-V4.1 rotated values are rounded too, compressed keys are what E2M1
+ * holds of them with scales in E4M3, and the indexer is not turned.
  * ============================================================================================================ */
 
 /* Rounds x (n) to E4M3, in blocks whose scale is the least power of two that keeps them at 448 or below. */
-static void round_key(const struct kernels *k, float *x, int n) {
+static void round_key(const struct kernels *k, float *x, int n, int block) {
     uint8_t code[QAT_KEY];
-    for (int at = 0; at < n; at += QAT_KEY) {
-        const int w = int_min(n - at, QAT_KEY);
+    for (int at = 0; at < n; at += block) {
+        const int w = int_min(n - at, block);
         const float scale = ceil_pow2(fmaxf(k->amax(x + at, w), 1e-4f) * (1.0f / 448.0f));
         k->to_e4m3(x + at, 1.0f / scale, code, w);
         k->from_e4m3(code, scale, x + at, w);
@@ -12415,14 +12429,45 @@ static void hadamard(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] *= 1.0f / sqrtf((float)n);
 }
 
-/* Turns a query or key of the indexer, x (n, a power of two), and rounds it to E2M1, with scales as in round_key. */
-static void round_index(const struct kernels *k, float *x, int n) {
-    hadamard(x, n);
+/* Rounds x (n) to E2M1, with scales as in round_key. */
+static void round_fp4(const struct kernels *k, float *x, int n) {
     for (int at = 0; at < n; at += QAT_INDEX) {
         const int w = int_min(n - at, QAT_INDEX);
         const float scale = ceil_pow2(fmaxf(k->amax(x + at, w), 6 * 0x1p-126f) * (1.0f / 6.0f)), inverse = 1.0f / scale;
         for (int i = at; i < at + w; i++) x[i] = round_e2m1(x[i] * inverse) * scale;
     }
+}
+
+/* Turns a query or key of the indexer, x (n, a power of two), and rounds it to E2M1. */
+static void round_index(const struct kernels *k, float *x, int n) {
+    hadamard(x, n);
+    round_fp4(k, x, n);
+}
+
+/* Rounds x (n) to E2M1, in blocks whose scale is what E4M3 holds of a sixth of the largest magnitude, at least 2^-9. */
+static void round_compressed(const struct kernels *k, float *x, int n) {
+    for (int at = 0; at < n; at += QAT_COMPRESSED) {
+        const int w = int_min(n - at, QAT_COMPRESSED);
+        const float scale = e4m3_to_f32(e4m3_from_f32(fmaxf(k->amax(x + at, w) * (1.0f / 6.0f), 0x1p-9f)));
+        for (int i = at; i < at + w; i++) x[i] = round_e2m1(x[i] / scale) * scale;
+    }
+}
+
+/* With model.qat rounds a key, a compressed key, or a query or key of the indexer, x (n), whose last `rope` values are
+ * rotated. */
+static void qat_key(const struct rank *r, float *x, int n, int rope) {
+    if (!r->m->qat) return;
+    if (r->m->family->qat == ROUNDS_V41) round_key(r->cpu->k, x, n, QAT_KEY_V41);
+    else round_key(r->cpu->k, x, n - rope, QAT_KEY);
+}
+static void qat_compressed(const struct rank *r, float *x, int n, int rope) {
+    if (r->m->qat && r->m->family->qat == ROUNDS_V41) round_compressed(r->cpu->k, x, n);
+    else qat_key(r, x, n, rope);
+}
+static void qat_index(const struct rank *r, float *x, int n) {
+    if (!r->m->qat) return;
+    if (r->m->family->qat == ROUNDS_V41) round_fp4(r->cpu->k, x, n);
+    else round_index(r->cpu->k, x, n);
 }
 
 /* Rotates pairs of the last `dim` of d values at position pos. */
@@ -12473,8 +12518,8 @@ static float *compress_pool(struct rank *r, int il, const struct compress *c, in
 static void compress_store(struct rank *r, int il, const struct compress *c, int key, float *x) {
     const struct attn *a = &r->m->layers[il].attn;
     rope_last(&r->m->ropes[a->rope], key * a->compress_ratio, x, c->d);
-    if (r->m->qat && c->index) round_index(r->cpu->k, x, c->d);
-    else if (r->m->qat) round_key(r->cpu->k, x, c->d - r->m->ropes[a->rope].dim);
+    if (c->index) qat_index(r, x, c->d);
+    else qat_compressed(r, x, c->d, r->m->ropes[a->rope].dim);
     kv_store(r->cpu->k, c->keys, key, x);
 }
 
@@ -12562,11 +12607,11 @@ static void run_csa_store(struct rank *r, const struct step *step) {
         for (int h = 0; h < shape->n_index; h++) {
             float *x = act_row(r, A_IQ, t) + h * wide;
             rope_pairs(x + wide - dim, c, s, dim);
-            if (m->qat) round_index(r->cpu->k, x, wide);
+            qat_index(r, x, wide);
         }
         r->cpu->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
         rope_pairs(key + d - dim, c, s, dim);
-        if (m->qat) round_key(r->cpu->k, key, d - dim);
+        qat_key(r, key, d, dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, key);
     }
     if (csa_makes_keys(layer) && shape->latent_index) {
@@ -31684,7 +31729,7 @@ static void engine_qat(struct engine *e) {
     struct model *m = &e->model;
     if (!m->family->qat && e->set->qat >= 0) note("--qat has no effect: %s is not a model of DeepSeek-V4", m->name);
     m->qat = m->family->qat && e->set->qat != QAT_OFF;
-    for (int il = 0; m->qat && il < model_blocks(m); il++)
+    for (int il = 0; m->qat && m->family->qat == ROUNDS_V4 && il < model_blocks(m); il++) /* turned by a matrix */
         if (m->layers[il].attn.n_index && m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
             die("%s: the indexer of layer %d has keys of %d values, not a power of two; use --qat off", m->name, il,
                 m->layers[il].attn.index_k);
@@ -32031,7 +32076,8 @@ static bool info_same(const struct layer *a, const struct layer *b) {
 
 /* Whether the keys that two layers see are chosen in the same way. */
 static bool info_same_choice(const struct layer *a, const struct layer *b) {
-    return a->attn.top_k == b->attn.top_k && !a->attn.n_index == !b->attn.n_index;
+    return a->attn.top_k == b->attn.top_k && !a->attn.n_index == !b->attn.n_index &&
+           !a->attn.candidate_back == !b->attn.candidate_back;
 }
 
 typedef bool info_like(const struct layer *a, const struct layer *b);
@@ -32111,6 +32157,7 @@ static void info_indexer(const struct model *m, int first) {
            a->compress_ratio && !a->kv_lora ? "compressed " : "");
     if (a->index_block > 1) printf(" in %s of %d", attn_pools(a) ? "pools" : "blocks", a->index_block);
     if (index_by_block(a)) printf(" and the incomplete one");
+    if (a->candidate_back) printf(" of the %d best blocks of %d", a->candidates, a->candidate_block);
     putchar('\n');
 }
 

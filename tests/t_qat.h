@@ -1,5 +1,5 @@
-/* --qat: keys and the indexer of DeepSeek-V4, rounded as in training. Numbers worked out by hand; whole models against
- * tests/fixtures/NAME/qat.f32, which tests/oracle/gen_qat.py makes. */
+/* --qat: keys and the indexer of DeepSeek-V4 and V4.1, rounded as in training. Numbers worked out by hand; whole models
+ * against tests/fixtures/NAME/qat.f32, which tests/oracle/gen_qat.py makes. */
 
 /* A block of 448 and one of 449, whose scale is 2; the least scale, 2^-22; values near the largest; the last block has 16
  * values, and the one after it stays. Catches the floor of the logarithm, blocks of 128, no least scale, other ties. */
@@ -26,7 +26,7 @@ static void test_qat_key(void) {
                 want[64 * b + by * j] = block[b].want[j];
             }
         x[N] = want[N] = 1.01f;
-        round_key(k, x, N);
+        round_key(k, x, N, QAT_KEY);
         for (int j = 0; j <= N; j++)
             CHECK(x[j] == want[j], "%s: value %d of block %d is %a, expected %a", k->name, j % 64, j / 64, (double)x[j],
                   (double)want[j]);
@@ -96,7 +96,7 @@ static void test_qat_cache(void) {
                 for (int c = 0; c < d; c++) /* blocks of other sizes */
                     x[c] = ldexpf((float)rng_uniform(&seed) + 0.25f, (turn + c / 64) % 3) * (c % 2 ? 3.3f : -0.7f);
                 if (index) round_index(k, x, d);
-                else round_key(k, x, kept);
+                else round_key(k, x, kept, QAT_KEY);
                 kv_store(k, &p, 0, x);
                 kv_load(k, &p, 0, 1, 0, d, got, d);
                 if (!CHECK(!memcmp(got, x, (size_t)kept * sizeof *x), "%s: another %s", kv_names[types[i]],
@@ -136,7 +136,7 @@ static void check_qat(const char *name, const struct model *m, int tp, int pp, c
 }
 
 static void test_qat_fixtures(void) {
-    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
+    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro", "deepseek_v41", "deepseek_v41_nvfp4"};
     static const int layouts[][2] = {{1, 1}, {2, 1}, {1, 2}};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
