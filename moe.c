@@ -1919,7 +1919,7 @@ static const struct key_rule key_rules[] = {
     {"attention.indexer.local_blocks",       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
     {"attention.indexer.kpool",              KEY_INT,  KEY_ONE,    2, 1 << 10,     KEY_REQUIRED}, /* tokens of a pool */
     {"attention.indexer.kpool_select_tail",  KEY_BOOL, KEY_ONE,    0, 1,           1}, /* nothing else is supported */
-    {"attention.indexer.candidate_source_layer", KEY_INT, KEY_ONE, 0, UINT32_MAX, UINT32_MAX}, /* the default: there is none */
+    {"attention.indexer.candidate_source_layer", KEY_INT, KEY_ONE, 0, MAX_LAYERS - 1, KEY_FOLLOWS}, /* or UINT32_MAX: none */
     {"attention.indexer.candidate_topk_blocks", KEY_INT, KEY_ONE,  1, MAX_TRAINED, KEY_REQUIRED},
     {"attention.indexer.candidate_block_size", KEY_INT, KEY_ONE,   1, 1 << 16,     KEY_REQUIRED}, /* keys of a block */
     {"attention.indexer.types",              KEY_BOOL, KEY_LIST,   0, 1,           KEY_FOLLOWS}, /* whether a layer has one */
@@ -3423,6 +3423,9 @@ static inline double cache_tensor_reads(const struct layer *layer, enum cache_us
     const size_t per_token = layer->attn.index_means      ? 1
                              : layer->attn.compress_ratio ? (size_t)(layer->attn.pooled / layer->attn.compress_ratio)
                                                           : 0;
+    const size_t among = layer->attn.candidate_back
+                             ? (size_t)layer->attn.candidates * (size_t)layer->attn.candidate_block
+                             : 0; /* keys that the choice is limited to */
     /* keys of the indexer, where the query sees all keys */
     const size_t chosen = index_by_block(&layer->attn) ? (size_t)attn_topk_chosen(&layer->attn) : top_k;
     size_t rows = cache_rows_of(p, n_past);
@@ -3431,6 +3434,7 @@ static inline double cache_tensor_reads(const struct layer *layer, enum cache_us
     else if (p->kind == ROWS_TOKENS && window && rows > window) rows = window;
     else if ((use <= CACHE_V || use == CACHE_COMPRESSED) && top_k && rows > top_k) rows = top_k;
     else if (use == CACHE_INDEX && rows <= chosen) rows = 0; /* the query sees all keys */
+    else if (use == CACHE_INDEX && among && rows > among) rows = among;
     return (double)(rows * (p->row_bytes + cache_scale_bytes(p))) * (p->kind == ROWS_STATE ? 2 : 1);
 }
 
@@ -5159,18 +5163,21 @@ static void read_sources(struct loader *l) {
 /* Reads which blocks of keys later choices are limited to. A block has keys enough for a choice, so that the limit never
  * makes it smaller. */
 static void read_candidates(struct loader *l) {
-    const char *const key = "attention.indexer.candidate_source_layer";
-    const int64_t from = loader_int(l, key);
-    if (l->failed || from < 0) return; /* UINT32_MAX, which is -1 here */
+    static const char suffix[] = "attention.indexer.candidate_source_layer";
+    char key[128];
+    int64_t v;
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    if (!kv || (gguf_elem_int(kv, 0, &v) && v == UINT32_MAX)) return;
+    const int from = loader_int_or(l, suffix, KEY_REQUIRED);
     if (from >= l->m->n_layer || !l->chooses[from])
-        loader_fail(l, "metadata key '%s.%s' is %lld, expected a layer of '%s.attention.index_source_layers'", l->arch,
-                    key, (long long)from, l->arch);
+        loader_fail(l, "metadata key '%s' is %d, expected a layer of '%s.attention.index_source_layers'", key, from,
+                    l->arch);
     if (l->failed) return;
-    for (int il = (int)from; il < l->m->n_layer && !l->failed; il++)
+    for (int il = from; il < l->m->n_layer && !l->failed; il++)
         if (l->chooses[il] && l->compress_ratio[il] != l->compress_ratio[from])
-            loader_fail(l, "layer %d has compressed keys of %d tokens, expected %d, as '%s.%s' has layer %lld", il,
-                        l->compress_ratio[il], l->compress_ratio[from], l->arch, key, (long long)from);
-    l->candidate_layer = (int)from;
+            loader_fail(l, "layer %d has compressed keys of %d tokens, expected %d, as '%s' has layer %d", il,
+                        l->compress_ratio[il], l->compress_ratio[from], key, from);
+    l->candidate_layer = from;
     l->candidates = loader_int(l, "attention.indexer.candidate_topk_blocks");
     l->candidate_block = loader_int(l, "attention.indexer.candidate_block_size");
     const int64_t least = ((int64_t)l->candidates - 1) * l->candidate_block + 1;
@@ -12358,6 +12365,23 @@ static void candidates_leave(const struct rank *r, const struct attn *a, int t, 
     }
 }
 
+/* Whether any of tokens first..first+n_tok-1 has candidates among the n keys from `pos` on. */
+static bool candidates_among(const struct rank *r, const struct attn *a, int first, int n_tok, int pos, int n) {
+    const int block = a->candidate_block;
+    for (int t = first; t < first + n_tok; t++) {
+        const int32_t *list = candidates_of(r, t);
+        int lo = 0, hi = a->candidates - 1; /* the last one is the token's latest block */
+        if (ceil_by(keys_indexed(a, r->pos + t), block) <= a->candidates) return true;
+        while (lo < hi) {
+            const int mid = (lo + hi) / 2;
+            if (list[mid] < pos / block) lo = mid + 1;
+            else hi = mid;
+        }
+        if (list[lo] >= pos / block && list[lo] <= (pos + n - 1) / block) return true;
+    }
+    return false;
+}
+
 /* Chooses the blocks of keys of the tokens that do not see all, of DECODE_MAX_TOKENS at a time. */
 static void run_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
@@ -12367,8 +12391,11 @@ static void run_select_keys(struct rank *r, const struct step *s) {
     for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
         n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
         const int n = keys_indexed(a, r->pos + first + n_tok - 1);
-        for (int i = team_first(ceil_by(n, step)); i >= 0; i = team_next())
-            index_scores(r, il, first, n_tok, i * step, int_min(n - i * step, step));
+        for (int i = team_first(ceil_by(n, step)); i >= 0; i = team_next()) {
+            const int keys = int_min(n - i * step, step);
+            if (!a->candidate_back || candidates_among(r, a, first, n_tok, i * step, keys))
+                index_scores(r, il, first, n_tok, i * step, keys);
+        }
         op_end(layer_index_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)n), "indexer: scores");
         for (int i = team_first(n_tok * n_list); i >= 0; i = team_next()) {
             const int t = i / n_list, list = i % n_list,

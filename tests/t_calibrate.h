@@ -115,8 +115,9 @@ static void test_calibrate_sums(void) {
                                         "inkling2_loop",
                                         "glm5_next",
                                         "qwen4_exp",
-                                        "gemma4"};
-    for (int f = 0; f < (SANITIZED ? 3 : 17); f++) {
+                                        "gemma4",
+                                        "deepseek_v41"};
+    for (int f = 0; f < (SANITIZED ? 3 : 18); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;

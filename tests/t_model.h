@@ -642,10 +642,17 @@ static void test_fixtures_deepseek4(void) {
     check_fixture("deepseek_v4_pro", NULL);
 }
 
+/* Prompts longer than the choice of keys and than the blocks that choices are limited to, so that both decide the
+ * logits. */
+static void test_fixtures_deepseek41(void) {
+    check_fixture("deepseek_v41", NULL);
+    check_fixture("deepseek_v41_nvfp4", NULL);
+}
+
 /* Divided over ranks and stages: heads by whole groups, so that some ranks have none where there are fewer groups than
  * ranks. Catches a rank with another's heads, sinks or columns, and streams or tokens that do not reach a later stage. */
 static void test_fixtures_deepseek4_ranks(void) {
-    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
+    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro", "deepseek_v41", "deepseek_v41_nvfp4"};
     static const int layouts[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}, {1, 3}};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
@@ -1319,7 +1326,8 @@ static const struct ops log_ops = {
 };
 
 static void test_ops_replay(void) {
-    static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4", "qwen4_exp"};
+    static const char *const names[] = {"qwen3moe",    "deepseek_v3", "deepseek_v3_mtp",
+                                        "deepseek_v4", "qwen4_exp",   "deepseek_v41"};
     static const int buckets[] = {1, 5, 16, 40};
     enum { NAMES = sizeof names / sizeof *names };
     const uint64_t both =
@@ -1335,8 +1343,11 @@ static void test_ops_replay(void) {
                     1ull << LOG_delta_net | 1ull << LOG_attention | 1ull << LOG_select_keys;
         else want |= 1ull << LOG_last_reduce;
         if (m.n_hc && !m.hc_low)
-            want |= 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention |
-                    1ull << LOG_group_linear | 1ull << LOG_hc_linear;
+            want |=
+                1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention | 1ull << LOG_group_linear;
+        if (m.n_hc && m.n_mtp) want |= 1ull << LOG_hc_linear;
+        if (m.family->lagging_streams)
+            want |= 1ull << LOG_pool_keys | 1ull << LOG_streams_norm | 1ull << LOG_ngrams | 1ull << LOG_ngrams_add;
         else if (f && !m.n_hc) want |= 1ull << LOG_mla_attention;
         if (m.n_mtp) want |= 1ull << LOG_mtp_input | 1ull << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
@@ -1585,7 +1596,8 @@ static void test_streams(void) {
         struct cpu cpu = {.k = &kernels_ref};
         struct rank r[2] = {{.cpu = &cpu, .n_tok = T}, {.cpu = &cpu, .n_tok = T}};
         for (int i = 0; i < 2; i++) {
-            m[i] = (struct model){.n_embd = N, .n_hc = K, .n_sinkhorn = 2, .hc_eps = 0.02f, .rms_eps = 0.01f};
+            m[i] = (struct model){
+                .family = families, .n_embd = N, .n_hc = K, .n_sinkhorn = 2, .hc_eps = 0.02f, .rms_eps = 0.01f};
             m[i].shard = (struct shard){i, n_rank, 0, 1};
             r[i].m = &m[i];
             r[i].act[A_X] = x[i], r[i].act[A_H] = h[i], r[i].act[A_OUT] = out[i], r[i].act[A_MIX] = mix[i];
@@ -1906,6 +1918,7 @@ static void test_cpu_profile(void) {
         {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
         {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
         {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
+        {"model/fixtures-deepseek41", test_fixtures_deepseek41},                                                       \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \
         {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \

@@ -903,6 +903,29 @@ static void test_plan_ngrams(void) {
     arrfree(err);
 }
 
+/* DeepSeek-V4.1-Flash in bytes: four layers make compressed keys, eight choose among them, two have tables of n-grams. */
+static void test_plan_shared_keys(void) {
+    const int64_t d = 5120, hc = 2 * 4 * (24 * 4 * d + 24 + 3), ff = 3 * d * 2304 * 17 / 32;
+    const int64_t attn = 2 * (1280 * d + 64 * 512 * 1280 + 512 * d + 8 * 1024 * 4096 + 8 * 1024 * d) +
+                         4 * (1280 + 512 + 64); /* norms, sinks */
+    const int64_t layer = attn + hc + 2 * 4 * d + 4 * 384 * (d + 1) + ff;
+    const int64_t makes = 2 * 512 * d + 4 * 512 + 2 * 128 * 512 + 4 * 128, gates = 3 * 2 * 512 * d;
+    const int64_t chooses = 2 * 32 * 128 * 1280 + 4 * 32 * d, ngrams = 2 * 24 * 256 * 5 * d + 2 * 4 * 4 * d + 24 * 264;
+    json_t *o = plan_of("--cpu --synth deepseek-v4.1-flash", 1);
+    const json_t *reads = json_object_get(o, "reads"), *table = json_object_get(o, "ngrams");
+    CHECK_INT(plan_int(table, "bytes"), (384006168ll + 384016682ll) * 264, "the tables");
+    CHECK_INT(plan_int(table, "token_bytes"), 2 * 24 * 264, "a token's rows");
+    CHECK_INT(plan_int(reads, "experts"), 40 * 6 * ff, "experts");
+    CHECK_INT(plan_int(reads, "backbone"), 40 * layer + 4 * makes + gates + 8 * chooses + 2 * ngrams, "backbone");
+    CHECK_INT(plan_int(reads, "index_keys"), (3 * 2048 + 5 * 4096) * 128 * 2, "keys of the indexer");
+    json_decref(o);
+    char *out = NULL, *err = NULL;
+    const int rc = run_command(MOE_BIN " --plan --gpus 4x96 --synth deepseek-v4.1-flash </dev/null", &out, &err);
+    CHECK(rc == EXIT_USAGE && strstr(sb_cstr(&err), "DeepSeek-V4.1 are not supported on a GPU; use --cpu"), "%d: %s",
+          rc, sb_cstr(&err));
+    arrfree(out), arrfree(err);
+}
+
 /* Several prompts at a time: their caches, the contexts for which there is room, and the speed. */
 static void test_plan_at_once(void) {
     static const int prompts[] = {1, 2, 4, 8, 16}, context[] = {40960, 40960, 40960, 30464, 15104};
@@ -1490,14 +1513,15 @@ static void test_plan_readme(void) {
     arrfree(text);
 }
 
-#define TESTS_PLAN                                                                                                     \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                          \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                                  \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                      \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},         \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                                  \
-        {"plan/ngrams", test_plan_ngrams}, {"plan/verdicts", test_plan_verdicts}, {"plan/at-once", test_plan_at_once}, \
-        {"plan/host", test_plan_host}, {"plan/disk", test_plan_disk}, {"plan/n-cpu-moe", test_plan_cpu_moe},           \
-        {"plan/readme-disk", test_plan_readme_disk}, {"plan/readme", test_plan_readme},                                \
-        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},               \
+#define TESTS_PLAN                                                                                                 \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                      \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                              \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                  \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
+        {"plan/ngrams", test_plan_ngrams}, {"plan/shared-keys", test_plan_shared_keys},                            \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/at-once", test_plan_at_once}, {"plan/host", test_plan_host}, \
+        {"plan/disk", test_plan_disk}, {"plan/n-cpu-moe", test_plan_cpu_moe},                                      \
+        {"plan/readme-disk", test_plan_readme_disk}, {"plan/readme", test_plan_readme},                            \
+        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},           \
         {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},

@@ -21,7 +21,8 @@ static const char *const rank_fixtures[] = {
     "mistral4",      "mistral4_nvfp4",      "kimi_linear",       "kimi_linear_nvfp4",
     "bailing_hybrid", "bailing_hybrid_ct", "nemotron_h",       "nemotron_h_nvfp4",
     "nemotron_h_dense", "inkling2_loop",   "inkling2_nvfp4",
-    "glm5_next",     "glm5_next_nvfp4", "qwen4_exp", "qwen4_exp_nvfp4"};
+    "glm5_next",     "glm5_next_nvfp4", "qwen4_exp", "qwen4_exp_nvfp4",
+    "deepseek_v41",  "deepseek_v41_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

@@ -86,7 +86,9 @@ static void test_store_bits(void) {
                                         "qwen4_exp",
                                         "qwen4_exp_nvfp4",
                                         "gemma4",
-                                        "gemma4_nvfp4"};
+                                        "gemma4_nvfp4",
+                                        "deepseek_v41",
+                                        "deepseek_v41_nvfp4"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m, own;
         int32_t *ids = NULL;

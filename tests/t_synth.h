@@ -147,6 +147,8 @@ static void test_synth_layers(void) {
               {64, 64, 64, 64},
               {0},
               {128, 128, 128, 4}},
+             {"deepseek-v4.1-flash:layers=3", 3, 3, 0, {64, 64, 64}, {0}, {0, 0, 2}},
+             {"deepseek-v4.1-flash:1", 1, 1, 0, {64}, {0}, {0}},
              {"laguna-xs:attention.head_count=48,64*,16,layers=4", 4, 4, 0, {48, 64, 64, 16}, {0, 512, 512, 512}, {0}}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         struct synth y = synth_parse(t[i].args);
