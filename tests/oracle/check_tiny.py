@@ -878,9 +878,9 @@ def v4_predict(W, config, ids, last):
         rows = np.concatenate([rows, out[-1:]])
 
 
-def v4_drafts(W, config, ids):
-    """Chained drafts behind three positions, as in drafts.f32."""
-    return np.concatenate([v4_predict(W, config, ids[:t + 1 + 4], t + 1)[t:] for t in (5, 40, 200)])
+def drafts(one, W, config, ids):
+    """Chained drafts behind three positions, as in drafts.f32.  one: the function of the family."""
+    return np.concatenate([one(W, config, ids[:t + 1 + 4], t + 1)[t:] for t in (5, 40, min(200, len(ids) - 12))])
 
 
 # What is V4.1's own: keys come from layers before, as do choices; the factors that read streams lag; and n-grams.
@@ -1296,25 +1296,53 @@ def ngrams(W, config, ids, X, p):
     return value + silu(conv).reshape(X.shape)
 
 
-def qwen4_trunk(W, config, ids):
-    """The rows that the head reads."""
-    body = next(p for p in ("model.", "model.language_model.") if W.has(p + "embed_tokens.weight"))
-    x = W.get(body + "embed_tokens.weight")[ids]
-    X = np.repeat(x[:, None], config["hc_count"], 1)
+def qwen4_body(W):
+    return next(p for p in ("model.", "model.language_model.") if W.has(p + "embed_tokens.weight"))
+
+
+def qwen4_block(W, config, X, p, linear):
+    """One layer, whose names begin with p.  linear: its attention is."""
+    for half in ("attn", "mlp"):
+        h, inject = streams(W, config, X, f"{p}{half}_hyper_connection.")
+        if half == "mlp":
+            y = moe(W, config, h, p + "mlp.")
+        elif linear:
+            y = delta_net(W, config, h, p + "linear_attn.")
+        else:
+            y = qwen_attention(W, config, h, p + "self_attn.")
+        X = X + inject[..., None] * y[:, None]
+    return X
+
+
+def qwen4_streams(W, config, ids):
+    """The streams behind the last layer."""
+    body = qwen4_body(W)
+    X = np.repeat(W.get(body + "embed_tokens.weight")[ids][:, None], config["hc_count"], 1)
     for layer in range(config["num_hidden_layers"]):
         p = f"{body}layers.{layer}."
         if layer + 1 in config["ple_layer_ids"]:
             X = X + ngrams(W, config, ids, X, p + "ple.")
-        for half in ("attn", "mlp"):
-            h, inject = streams(W, config, X, f"{p}{half}_hyper_connection.")
-            if half == "mlp":
-                y = moe(W, config, h, p + "mlp.")
-            elif is_linear(config, layer):
-                y = delta_net(W, config, h, p + "linear_attn.")
-            else:
-                y = qwen_attention(W, config, h, p + "self_attn.")
-            X = X + inject[..., None] * y[:, None]
-    return streams(W, config, X, body + "hyper_connection_mixer.")[0]
+        X = qwen4_block(W, config, X, p, is_linear(config, layer))
+    return X
+
+
+def qwen4_trunk(W, config, ids):
+    """The rows that the head reads."""
+    return streams(W, config, qwen4_streams(W, config, ids), qwen4_body(W) + "hyper_connection_mixer.")[0]
+
+
+def qwen4_predict(W, config, ids, last):
+    """As v4_predict(), for Qwen3.8-Flash-Next, whose streams are normed as one row."""
+    trunk, eps = qwen4_streams(W, config, ids)[:-1], config["rms_norm_eps"]
+    table, rows = W.get(qwen4_body(W) + "embed_tokens.weight"), trunk[:last]
+    normed = lambda x, name: rms(x, 1 + W.get(f"mtp.pre_fc_norm_{name}.weight"), eps)
+    while True:
+        token = normed(table[ids[1:len(rows) + 1]], "embedding") @ W.get("mtp.fc_embedding.weight").T
+        own = normed(rows.reshape(len(rows), -1), "hidden").reshape(rows.shape) @ W.get("mtp.fc_hidden.weight").T
+        out = qwen4_block(W, config, token[:, None] + own, "mtp.layers.0.", False)
+        if len(rows) == len(trunk):
+            return streams(W, config, out, "mtp.hyper_connection_mixer.")[0] @ head(W, config).T
+        rows = np.concatenate([rows, out[-1:]])
 
 
 def is_linear(config, layer):
@@ -1558,9 +1586,10 @@ def check(folder):
     if config.get("final_logit_softcapping"):
         logits = np.tanh(logits / config["final_logit_softcapping"]) * config["final_logit_softcapping"]
     errors = [nmse(logits, folder / "logits.f32")]
-    if W.has("mtp.0.e_proj.weight"):
-        errors.append(nmse(v4_predict(W, config, ids, len(ids)), folder / "predict.f32"))
-        errors.append(nmse(v4_drafts(W, config, ids), folder / "drafts.f32"))
+    if W.has("mtp.0.e_proj.weight") or W.has("mtp.fc_hidden.weight"):
+        one = v4_predict if W.has("mtp.0.e_proj.weight") else qwen4_predict
+        errors.append(nmse(one(W, config, ids, len(ids)), folder / "predict.f32"))
+        errors.append(nmse(drafts(one, W, config, ids), folder / "drafts.f32"))
     elif W.has("mtp.layers.1.final_layernorm.weight"):
         errors.append(nmse(nemotron_predict(W, config, ids, hidden), folder / "predict.f32"))
     elif chained(W, config):

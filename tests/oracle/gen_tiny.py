@@ -39,7 +39,7 @@ VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]  # the last ids
 EOT, IM_END = VOCAB - 5, VOCAB - 3
 POSITIONS, GREEDY_FROM, GREEDY_LEN = 48, 17, 24
-DRAFTS_FROM, DRAFTS = (5, 40, 200), 4  # positions with chained drafts in drafts.f32, and how many
+DRAFTS = 4  # chained drafts behind a position in drafts.f32
 PROMPTS_TRIED = 48
 INDEX_GAP, GREEDY_INDEX_GAP = 3e-3, 5e-4
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -832,6 +832,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   gap      the smallest gap of routers and indexers, if not INDEX_GAP
 #   mtp_prompt  the prompt is chosen for the routing of the MTP layer too
 #   mtp      the tensors of one multi-token-prediction layer under Qwen's names
+#   mtp_draw which draw of these tensors: with that one no choice of the layer is close for the prompt of the trunk
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
 #   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
@@ -1024,7 +1025,7 @@ SPECS = {
                (r"layers\.2\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight$", "nvfp4"),
                (QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8")]),
     "qwen4_exp": dict(
-        config=qwen4("LLF"), positions=160, ends=[9, 40, 41, 100], fused=r"model\.",
+        config=qwen4("LLF"), positions=160, ends=[9, 40, 41, 100], mtp=True, mtp_draw=40, fused=r"model\.",
         store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
     "qwen4_exp_nvfp4": dict(
         config={"architectures": ["Qwen4ExpForCausalLM"], "tie_word_embeddings": False,
@@ -1037,8 +1038,8 @@ SPECS = {
                              make_ngram_vocab_size_divisible_by=12, shared_expert_intermediate_size=128,
                              layer_types=["linear_attention", "indexed_attention"],
                              eos_token_id=[IM_END, EOT])},
-        declare="modelopt_mixed", positions=72, ends=[5, 30], shards=2,
-        store=[(r"\.experts\.\d+\.", "nvfp4"), (r"ngram_embedding", "fp8")]),
+        declare="modelopt_mixed", positions=72, ends=[5, 30], mtp=True, mtp_draw=351, shards=2,
+        store=[(r"^mtp\.", "bf16"), (r"\.experts\.\d+\.", "nvfp4"), (r"ngram_embedding", "fp8")]),
     "qwen3_next": dict(config=qwen3_next(), positions=160, mtp=True),
     "qwen3_next_fp8": dict(
         config=qwen3_next(num_hidden_layers=2, full_attention_interval=2, num_experts=6, tie_word_embeddings=True),
@@ -1189,7 +1190,8 @@ def draw(fixture, name, shape, tied, centred):
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
-        bounded = name.endswith(".attention.A_log") or "language_model" in name  # there it makes the gate steeper
+        bounded = name.endswith(".attention.A_log") or (
+            "language_model" in name and ".self_attn." in name)  # there it makes the gate steeper
         return rng.uniform(*((0, 2) if bounded else (-5, 1.5)), shape).astype(np.float32)
     x = rng.standard_normal(shape)
     if "hc_" in name and name.endswith(("scale", "base")):
@@ -1752,8 +1754,13 @@ class V4Mtp:
         return out, (self.rms(self.head(out), "norm") @ self.output.weight.T)[0]
 
 
+def drafts_from(n):
+    """Positions of n tokens with chained drafts in drafts.f32."""
+    return 5, 40, min(200, n - 12)
+
+
 def predict_v4(model, config, checkpoint, ids):
-    """As predict(), for DeepSeek-V4.  Then chained drafts behind each position t of DRAFTS_FROM, [positions, drafts,
+    """As predict(), for DeepSeek-V4.  Then chained drafts behind each position t of drafts_from(), [positions, drafts,
     vocab]: the first from the trunk's rows up to t, each other one from the streams that the one before it left."""
     mtp, ids, streams, gaps, drafts = V4Mtp(model, config, checkpoint), torch.tensor([ids]), [], [], []
     hook = mtp.trunk.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
@@ -1763,13 +1770,99 @@ def predict_v4(model, config, checkpoint, ids):
         lambda _, __, output: gaps.append(checked_route(mtp.layer.mlp, config, output)[1]))
     logits = mtp.run(mtp.join(ids[:, 1:], streams[0][:, :-1]), ids[:, 1:])[1]
     hook.remove()
-    for t in DRAFTS_FROM:
+    for t in drafts_from(len(ids[0])):
         joined = mtp.join(ids[:, 1:t + 2], streams[0][:, :t + 1])
         for end in range(t + 2, t + 2 + DRAFTS):
             out, rows = mtp.run(joined, ids[:, 1:end])
             drafts.append(rows[-1])
             joined = torch.cat([joined, mtp.join(ids[:, end:end + 1], out[:, -1:])], 1)
-    return logits, gaps[0], torch.stack(drafts).reshape(len(DRAFTS_FROM), DRAFTS, -1)
+    return logits, gaps[0], torch.stack(drafts).reshape(
+        -1, DRAFTS, logits.shape[-1])
+
+
+def put_qwen4_mtp(checkpoint, config, draw):
+    """Qwen3.8-Flash-Next's names: a full-attention layer beside the others, what makes its streams of those of the
+    trunk and of a token, and what joins its streams for the head.  draw: mtp_draw of SPECS."""
+    put = lambda name, shape: checkpoint.put(name, shape, f"{draw}.{name}")
+    full = next(n for n in checkpoint.shapes if n.endswith("self_attn.q_proj.weight")).split("self_attn")[0]
+    for name, shape in list(checkpoint.shapes.items()):
+        if name.startswith(full):
+            put(name.replace(full, "mtp.layers.0."), shape)
+    hidden, wide, low = config["hidden_size"], config["hc_count"] * config["hidden_size"], config["hc_lowrank"]
+    for leaf, shape in {"fc_embedding": (hidden, hidden), "fc_hidden": (hidden, hidden),
+                        "pre_fc_norm_embedding": (hidden,), "pre_fc_norm_hidden": (wide,),
+                        "hyper_connection_mixer.hc_norm": (wide,),
+                        "hyper_connection_mixer.input_mix_weight_down": (low, wide),
+                        "hyper_connection_mixer.input_mix_weight_up": (wide, low)}.items():
+        put(f"mtp.{leaf}.weight", shape)
+
+
+class Qwen4Mtp:
+    """Qwen3.8-Flash-Next's layer for multi-token prediction.  transformers has the layer and what joins its streams,
+    but not what makes them.  As in SGLang the streams that leave the trunk's last layer are normed as one row, and each
+    is joined with the token's embedding."""
+
+    def __init__(self, model, config, checkpoint):
+        kinds = transformers.models.qwen4_exp.modeling_qwen4_exp
+        self.trunk, self.output, self.values = decoder(model), model.lm_head, checkpoint.values
+        self.text = copy.deepcopy(self.trunk.config)
+        self.text.layer_types, self.text.ple_layer_ids, self.text.num_hidden_layers = ["indexed_attention"], [], 1
+        self.layer = kinds.Qwen4ExpTextDecoderLayer(self.text, 0).float().eval()
+        self.mixer = kinds.Qwen4ExpTextGatedResidual(self.text, use_combine=False).float().eval()
+        for module, own in ((self.layer, "mtp.layers.0."), (self.mixer, "mtp.hyper_connection_mixer.")):
+            for name, old in list(module.state_dict().items()):
+                path, _, leaf = name.rpartition(".")
+                if path.endswith(".experts"):
+                    parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+                    new = torch.stack([torch.cat([self.values[f"{own}{path}.{i}.{part}.weight"] for part in parts])
+                                       for i in range(len(old))])
+                else:
+                    new = self.values[own + name]
+                assert new.shape == old.shape, name
+                give(module.get_submodule(path), leaf, new)
+
+    def rms(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.text.rms_norm_eps) * (
+            1 + self.values[f"mtp.{name}.weight"])
+
+    def join(self, after, rows):
+        """after: tokens [1, n]; rows: the streams of the positions before these [1, n, streams * hidden]."""
+        token = self.rms(self.trunk.embed_tokens(after), "pre_fc_norm_embedding") @ self.values[
+            "mtp.fc_embedding.weight"].T
+        rows = self.rms(rows, "pre_fc_norm_hidden").unflatten(-1, (self.text.hc_count, -1))
+        return (token[:, :, None] + rows @ self.values["mtp.fc_hidden.weight"].T).flatten(-2)
+
+    def run(self, joined):
+        """The streams that leave the layer, and logits [n, vocab]."""
+        where, flat = torch.arange(joined.shape[1])[None], joined[..., :self.text.hidden_size]
+        mask = create_causal_mask(config=self.text, inputs_embeds=flat, attention_mask=None, cache=None,
+                                  position_ids=where, allow_is_causal_skip=False)
+        rope = self.trunk.rotary_emb(flat, where[None].expand(3, -1, -1))
+        out = self.layer(joined, position_embeddings=rope, attention_mask=mask)
+        return out, self.output(self.mixer(out))[0]
+
+
+def predict_qwen4(model, config, checkpoint, ids):
+    """As predict_v4(), for Qwen3.8-Flash-Next."""
+    mtp, ids, streams, gaps = Qwen4Mtp(model, config, checkpoint), torch.tensor([ids]), [], []
+    hook = mtp.trunk.hyper_connection_mixer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    model(input_ids=ids, use_cache=False)
+    hook.remove()
+    hook = mtp.layer.mlp.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(mtp.layer.mlp, text_config(config), output)[1]))
+    indexer_gaps, unhook = watch_indexers([mtp.layer])
+    logits, drafts = mtp.run(mtp.join(ids[:, 1:], streams[0][:, :-1]))[1], []
+    for t in drafts_from(len(ids[0])):
+        joined = mtp.join(ids[:, 1:t + 2], streams[0][:, :t + 1])
+        for end in range(t + 2, t + 2 + DRAFTS):
+            out, rows = mtp.run(joined)
+            drafts.append(rows[-1])
+            joined = torch.cat([joined, mtp.join(ids[:, end:end + 1], out[:, -1:])], 1)
+    hook.remove()
+    unhook()
+    own = torch.stack([g[-1] for pair in zip(gaps[1:], indexer_gaps[1:]) for g in pair]).min()
+    return logits, torch.stack([gaps[0], indexer_gaps[0]]).amin(0).minimum(own), torch.stack(drafts).reshape(
+        -1, DRAFTS, logits.shape[-1])
 
 
 def chain_layer(config, i):
@@ -1846,7 +1939,8 @@ def predict_chain(model, config, checkpoint, ids, count):
 
 
 def has_mtp(checkpoint):
-    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight", "mtp.0.e_proj.weight")) for name in checkpoint.values)
+    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight", "mtp.fc_hidden.weight", "mtp.0.e_proj.weight"))
+               for name in checkpoint.values)
 
 
 def mtp_name(config, name):
@@ -2486,8 +2580,9 @@ def write_predict(folder, model, config, checkpoint, ids):
     chain = SPECS[folder.name].get("chain")
     if chain:
         logits, gaps = predict_chain(model, config, checkpoint, ids, chain)
-    elif config["model_type"] == "deepseek_v4":
-        logits, gaps, drafts = predict_v4(model, config, checkpoint, ids)
+    elif config["model_type"] == "deepseek_v4" or "hc_lowrank" in text_config(config):
+        own = predict_v4 if config["model_type"] == "deepseek_v4" else predict_qwen4
+        logits, gaps, drafts = own(model, config, checkpoint, ids)
         np.ascontiguousarray(drafts.numpy(), "<f4").tofile(folder / "drafts.f32")
     elif config["model_type"] == "nemotron_h":
         logits, gaps = predict_nemotron(model, config, checkpoint, ids)
@@ -2522,7 +2617,9 @@ def make(name):
         put_glm5_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
-    if spec.get("mtp"):
+    if spec.get("mtp") and "hc_lowrank" in text:
+        put_qwen4_mtp(checkpoint, text, spec["mtp_draw"])
+    elif spec.get("mtp"):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
         checkpoint.fuse(spec["fused"])
