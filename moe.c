@@ -1284,7 +1284,9 @@ enum qk_norm {
     X(HC_LOW, m->hc_low > 0)                                                          \
     X(NGRAM_CONV, l->ngrams && m->ngram->n_conv)                                      \
     X(NGRAMS_PLAIN, l->ngrams && !m->ngram->n_conv)                                   \
-    X(MTP, l->mtp)
+    X(MTP, l->mtp)                                                                    \
+    X(MTP_ROWS, l->mtp && !m->hc_low)                                                 \
+    X(MTP_LOW, l->mtp && m->hc_low > 0)
 enum {
 #define CONDITION(bit, test) CONDITION_##bit,
     LAYER_CONDITIONS(CONDITION)
@@ -1464,14 +1466,16 @@ struct layer {
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
     /* MTP layer */
-    struct weight eh_proj;        /* (n_embd, 2 n_embd): columns of the embedding, then of the hidden state */
-    const float *e_norm, *h_norm; /* (n_embd) norms of the two */
-    const float *head_norm;       /* (n_embd) before the head; NULL: last_norm */
-    const float *last_norm;       /* (n_embd) the same under another name; NULL: the model's output_norm */
-    struct hyper hc_head;         /* hyper-connections: in place of the model's */
-    struct weight own_head;       /* (n_vocab, n_embd) its head; no data: the model's output */
-    struct weight own_embd;       /* (n_vocab, n_embd) its embedding; no data: the model's */
-    int first_eh;                 /* shard: the first column of its part of eh_proj */
+    struct weight eh_proj;  /* (n_embd, 2 n_embd): columns of the embedding, then of the hidden state */
+    const float *e_norm;    /* (n_embd) norm of the embedding */
+    const float *h_norm;    /* (n_embd) that of a hidden state or of each of its streams; where these are read
+                                   * through a low rank (n_hc, n_embd) of all streams as one row */
+    const float *head_norm; /* (n_embd) before the head; NULL: last_norm */
+    const float *last_norm; /* (n_embd) the same under another name; NULL: the model's output_norm */
+    struct hyper hc_head;   /* hyper-connections: in place of the model's */
+    struct weight own_head; /* (n_vocab, n_embd) its head; no data: the model's output */
+    struct weight own_embd; /* (n_vocab, n_embd) its embedding; no data: the model's */
+    int first_eh;           /* shard: the first column of its part of eh_proj */
 };
 
 /* ============================================================================================================
@@ -1781,13 +1785,17 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
     OPTIONAL("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate", sh_weight,   EMBD,              HAS_SHARED),
     VECTOR("nextn.enorm.weight",    "enorm",                        e_norm,      EMBD,              HAS_MTP),
-    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_MTP),
+    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_MTP_ROWS),
+    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      HC_EMBD,           HAS_MTP_LOW),
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_MTP),
-    OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_MTP),
-    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_MTP),
+    OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_MTP_ROWS),
+    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_MTP_ROWS),
     VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  HC_EMBD, HC,            HAS_MTP | HAS_HC),
     VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, HC,           HAS_MTP | HAS_HC),
     VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_MTP | HAS_HC),
+    VECTOR("nextn.hc_head_norm.weight", "hc_head.hc_norm",          hc_head.norm, HC_EMBD,          HAS_MTP_LOW),
+    MATRIX("nextn.hc_head_down",    "hc_head.input_mix_weight_down", hc_head.down, HC_EMBD, HC_LOW, ONE, HAS_MTP_LOW),
+    MATRIX("nextn.hc_head_up",      "hc_head.input_mix_weight_up",  hc_head.up, HC_LOW, HC_EMBD, ONE, HAS_MTP_LOW),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_MTP),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_MTP),
 };
@@ -2570,7 +2578,7 @@ enum {
        Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, STEP_PARAMS, STEP_ARGS)                                                                             \
     /* out = the rank's columns of [norm(x) * e_norm, norm(hidden state of the position) * h_norm] of the MTP layer,   \
-       with hyper-connections for each stream of the hidden state; then x = 0. Overwrites A_H */                       \
+       with hyper-connections for each stream of the hidden state; then x = 0. Overwrites A_H and A_NORMS */           \
     X(void, mtp_input, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* in = norm(input) unless norm is NULL; out[i] = w[i] in, for every matrix */                                     \
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
@@ -5029,8 +5037,7 @@ static void forward_mla(struct program *p, const struct model *m, int il) {
  * Attention of one KV head over a window and compressed keys; DeepSeek-V4.1, whose layers share these keys.
  * ============================================================================================================ */
 
-/* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. An
- * MTP layer has a window alone: drafts that are taken back leave no compressed keys. */
+/* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. */
 static void loader_ratios(struct loader *l) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, "attention.compress_ratios", key);
@@ -5042,14 +5049,12 @@ static void loader_ratios(struct loader *l) {
         int64_t v;
         if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > most)
             loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, most, il);
-        else if (v && il >= l->m->n_layer)
-            loader_fail(l, "metadata key '%s' has %d for prediction layer %d, expected 0", key, (int)v, il);
         else l->compress_ratio[il] = (int)v;
     }
 }
 
 /* Reads the metadata of DeepSeek-V4 and V4.1: a window with a rotation of its own, compressed keys, an indexer,
- * hyper-connections. */
+ * hyper-connections. An MTP layer has a window alone: drafts that are taken back leave no compressed keys. */
 static void read_csa(struct loader *l) {
     struct attn *a = &l->attn;
     struct model *m = l->m;
@@ -5068,6 +5073,10 @@ static void read_csa(struct loader *l) {
     read_indexer(l, 1);
     read_hyper(l);
     loader_ratios(l);
+    for (int il = m->n_layer; il < blocks && !l->failed; il++)
+        if (l->compress_ratio[il])
+            loader_fail(l, "metadata key '%s.attention.compress_ratios' has %d for prediction layer %d, expected 0",
+                        l->arch, l->compress_ratio[il], il);
     loader_num_or(l, "expert_weights_scale", KEY_REQUIRED);
     char key[128];
     if (!loader_key(l, "swiglu_clamp_exp", key)) loader_fail(l, "metadata key '%s' is missing", key);
@@ -5725,7 +5734,7 @@ static void read_qwen4exp(struct loader *l) {
     read_indexer(l, 1);
     l->attn.index_means = true;
     loader_ratios(l);
-    for (int il = 0; il < m->n_layer && !l->failed; il++) {
+    for (int il = 0; il < model_blocks(m) && !l->failed; il++) {
         const int ratio = l->compress_ratio[il];
         if (!l->recurrent[il] && (!ratio || l->attn.top_k % ratio))
             loader_fail(l,
@@ -5896,7 +5905,7 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
  * stage; NULL: there is one. */
 static void forward_end(struct program *p, const struct model *m, int il, const struct hyper *hc) {
     if (m->hc_low && m->shard.stage + 1 == m->shard.n_stage) {
-        forward_streams(p, hc, -1, A_OUT, A_X);
+        forward_streams(p, hc, hc == &m->hc_head ? -1 : il, A_OUT, A_X);
         return;
     }
     step_add_input(p, OP_last_reduce, -1,
@@ -5924,7 +5933,7 @@ static void forward_layers(struct program *p, const struct model *m) {
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first MTP layer over the batch. For position t it
  * combines the hidden state of t with the token of t + 1, and its result predicts the token of t + 2. The batch's
  * tokens are those after its positions. With hyper-connections around it each stream of the hidden state is combined
- * with the token. */
+ * with the token; streams that are read through a low rank are normed as one row before that. */
 static void forward_mtp(struct program *p, const struct model *m) {
     const int il = m->n_layer;
     const struct layer *l = &m->layers[il];
@@ -5976,7 +5985,7 @@ static const struct family families[] = {
     {.arch = "qwen35", .dense = true, .read = read_qwen35, .layer = layer_qwen35},
     {.arch = "qwen3next", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen35,   .layer = layer_qwen3next},
-    {.arch = "qwen4exp",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+    {.arch = "qwen4exp",  .gating = GATING_SOFTMAX, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_qwen4exp, .layer = layer_qwen4exp},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_mla,      .layer = layer_mla},
@@ -6515,7 +6524,7 @@ static void loader_mtp_layers(struct loader *l) {
     int held = 0;
     if (l->failed) return;
     while (held < m->n_mtp && loader_has_layer(l, m->n_layer + held)) held++;
-    if (held && !gguf_find_tensor(l->g, "blk.0.attn_norm.weight"))
+    if (held && !loader_has_layer(l, 0))
         loader_fail(l, "the file holds only multi-token-prediction layers; give the file with the layers before them");
     m->n_mtp = held;
 }
@@ -7222,14 +7231,15 @@ static const struct synth synths[] = {
      "ssm.state_size=128 ssm.inner_size=4096 full_attention_interval=4 vocab_size=151936 "
      "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
     {"qwen3.8-flash-next", "qwen4exp", .keys =
-     "context_length=262144 embedding_length=2560 block_count=48 attention.head_count=24 attention.head_count_kv=2 "
-     "attention.key_length=256 attention.value_length=256 rope.dimension_count=64 expert_count=512 "
-     "expert_used_count=10 expert_feed_forward_length=640 expert_shared_count=1 expert_shared_feed_forward_length=640 "
-     "ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=48 ssm.state_size=128 ssm.inner_size=6144 "
-     "full_attention_interval=4 hyper_connection.count=4 hyper_connection.low_rank=320 "
-     "attention.indexer.head_count=4 attention.indexer.key_length=128 attention.indexer.top_k=2048 "
-     "attention.compress_ratios=0:0:0:4* ple.layers=1 ple.ngram_size=3 ple.heads_per_ngram=8 ple.conv_kernel=4 "
-     "ple.eos_token_id=248044 ple.layer_multipliers=23703573157769,20109073645365,8052911324071 "
+     "context_length=262144 embedding_length=2560 block_count=49 nextn_predict_layers=1 attention.head_count=24 "
+     "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
+     "expert_count=512 expert_used_count=10 expert_feed_forward_length=640 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=640 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=48 "
+     "ssm.state_size=128 ssm.inner_size=6144 full_attention_interval=4 hyper_connection.count=4 "
+     "hyper_connection.low_rank=320 attention.indexer.head_count=4 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=2048 attention.compress_ratios=0:0:0:4*,4 ple.layers=1 ple.ngram_size=3 "
+     "ple.heads_per_ngram=8 ple.conv_kernel=4 ple.eos_token_id=248044 "
+     "ple.layer_multipliers=23703573157769,20109073645365,8052911324071 "
      "ple.head_offsets=0,20000003,40000026,60000059,80000106,100000165,120000228,140000297,160000374,180000455,"
      "200000548,220000655,240000802,260000955,280001114,300001275 ple.head_vocab_sizes=20000003,20000023,20000033,"
      "20000047,20000059,20000063,20000069,20000077,20000081,20000093,20000107,20000147,20000153,20000159,20000161,"
@@ -11054,15 +11064,13 @@ static void hc_coefficients(const struct model *m, const struct hyper *hc, bool 
     }
 }
 
-/* The streams of token t become the sum of A_JOINED over the stage's ranks, for columns from..from+n-1 of each. */
-static void hc_set(struct rank *r, int t, int from, int n) {
-    const int n_embd = r->m->n_embd, n_rank = r->m->shard.n_rank;
-    for (int j = 0; j < r->m->n_hc; j++) {
-        float *to = act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd + from;
-        for (int k = 0; k < n_rank; k++) {
-            const float *part = act_row(rank_peer(r, k), A_JOINED, t) + (ptrdiff_t)j * n_embd + from;
-            for (int i = 0; i < n; i++) to[i] = (k ? to[i] : 0) + part[i];
-        }
+/* Columns from..from+n-1 of stream j of token t become the sum of A_JOINED over the stage's ranks. */
+static void hc_set(struct rank *r, int t, int j, int from, int n) {
+    const ptrdiff_t at = (ptrdiff_t)j * r->m->n_embd + from;
+    float *to = act_row(r, A_HC, t) + at;
+    for (int k = 0; k < r->m->shard.n_rank; k++) {
+        const float *part = act_row(rank_peer(r, k), A_JOINED, t) + at;
+        for (int i = 0; i < n; i++) to[i] = (k ? to[i] : 0) + part[i];
     }
 }
 
@@ -11081,8 +11089,8 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
         stage_team_barrier(r);
         for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
             const int from = i % parts * COLUMNS, some = int_min(COLUMNS, n_embd - from);
-            if (delta == A_JOINED) hc_set(r, i / parts, from, some);
-            else hc_add(r, delta, i / parts, from, some);
+            for (int j = 0; j < k && delta == A_JOINED; j++) hc_set(r, i / parts, j, from, some);
+            if (delta != A_JOINED) hc_add(r, delta, i / parts, from, some);
         }
         if (m->shard.n_rank == 1) team_barrier(); /* the threads divide a token's columns */
         else stage_team_barrier(r);               /* nobody's delta is overwritten while others read it */
@@ -11108,8 +11116,8 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     op_end(hc && !mean ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
 }
 
-/* Adds the partial sums in `delta` (ACT_COUNT: there are none) to the streams as A_MIX says; then out = norm(each stream)
- * * norm (NULL: nothing more). */
+/* Adds the partial sums in `delta` (ACT_COUNT: there are none; A_JOINED: their sum replaces the streams) to the streams
+ * as A_MIX says; then out = norm(each stream) * norm (NULL: nothing more). */
 static void streams_add(struct rank *r, enum act delta, const float *norm, enum act out) {
     enum { COLUMNS = 256 };
     const struct model *m = r->m;
@@ -11121,7 +11129,8 @@ static void streams_add(struct rank *r, enum act delta, const float *norm, enum 
     for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
         const int t = i / hc, j = i % hc;
         float *x = act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd, sum[COLUMNS];
-        for (int from = 0, n; from < n_embd && delta != ACT_COUNT; from += n) {
+        if (delta == A_JOINED) hc_set(r, t, j, 0, n_embd);
+        for (int from = 0, n; from < n_embd && delta != ACT_COUNT && delta != A_JOINED; from += n) {
             n = int_min(n_embd - from, COLUMNS);
             memcpy(sum, act_row(rank_peer(r, 0), delta, t) + from, (size_t)n * sizeof *sum);
             for (int k = 1; k < n_rank; k++) r->cpu->k->scale_add(act_row(rank_peer(r, k), delta, t) + from, 1, sum, n);
@@ -11315,16 +11324,18 @@ static void run_mtp_input(struct rank *r, const struct step *s) {
     const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
               split = int_max(from, int_min(to, n));
-    const int n_hc = mtp_streams(r->m);
+    const int n_hc = mtp_streams(r->m), row = r->m->hc_low ? n_hc * n : n; /* values that one norm goes over */
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *hidden = mtp_hidden_row(r, r->pos + t, r->n_mtp_own && r->n_tok <= DECODE_MAX_TOKENS);
-        float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
+        float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t),
+              *norms = row > n ? act_row(r, A_NORMS, t) : half;
         r->cpu->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
         for (int j = 0; j < n_hc && split > from; j++) /* the rank's columns below n, of the embedding */
             memcpy(out + (ptrdiff_t)j * (to - from), half + from, (size_t)(split - from) * sizeof *out);
         for (int j = 0; j < n_hc && to > split; j++) { /* and those from n on */
-            r->cpu->k->rmsnorm(hidden + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
-            memcpy(out + (ptrdiff_t)j * (to - from) + (split - from), half + (split - n),
+            const ptrdiff_t at = (ptrdiff_t)j * n;
+            if (at % row == 0) r->cpu->k->rmsnorm(hidden + at, layer->h_norm, r->m->rms_eps, norms, row);
+            memcpy(out + (ptrdiff_t)j * (to - from) + (split - from), norms + at % row + (split - n),
                    (size_t)(to - split) * sizeof *out);
         }
         memset(act_row(r, x, t), 0, (size_t)n * sizeof *out);

@@ -984,16 +984,15 @@ DEVICE void norm_load(float4 (&v)[VECS], const float *x, int n) {
 }
 DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
+DEVICE float add_squares(float4 v, float sum) {
+    return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
+}
+
 /* Returns the factor that gives the row in v an RMS of 1. Its bits do not depend on VECS. */
 template <int VECS>
 DEVICE float norm_factor(const float4 (&v)[VECS], int n, float eps) {
     float ss = 0;
-    UNROLL for (int u = 0; u < VECS; u++) {
-        ss = fmaf(v[u].x, v[u].x, ss);
-        ss = fmaf(v[u].y, v[u].y, ss);
-        ss = fmaf(v[u].z, v[u].z, ss);
-        ss = fmaf(v[u].w, v[u].w, ss);
-    }
+    UNROLL for (int u = 0; u < VECS; u++) ss = add_squares(v[u], ss);
     return rsqrtf(block_sum<NORM_THREADS>(ss) / (float)n + eps);
 }
 DEVICE float4 norm_value(float4 v, float f, float4 w) {
@@ -1267,25 +1266,38 @@ struct mtp_input_args {
     int from, to;  /* columns of both, side by side, that the rank has; multiples of 4 */
     uint16_t *out; /* (n_tok, n_hc, to - from), streams out_stride halves apart */
     size_t out_stride;
+    bool whole; /* the streams of a hidden state are normed as one row, by norm[1] (n_hc, n) */
 };
 
 /* out = [norm(x) * norm[0], norm(hidden state) * norm[1]] for each stream of the hidden state, then x = 0. Grid:
- * (n_tok, 1 + n_hc), block: NORM_THREADS. */
+ * (n_tok, 1 + n_hc), block: NORM_THREADS. Of a whole row every block of a token adds up the squares, some 40 KB. */
 __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constant__ struct mtp_input_args a) {
     float4 v[LONG_NORM_VECS];
     const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.ring.n;
     float *x = a.x + (size_t)t * a.x_stride;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, half ? a.ring.row(t, 0, (int)blockIdx.y - 1) : x, n);
-    const float f = norm_factor(v, n, a.eps);
     const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : a.ring.n_hc; /* streams that it writes */
+    norm_load(v, half ? a.ring.row(t, 0, first) : x, n);
+    const float *weight = a.norm[half];
+    float f;
+    if (half && a.whole) {
+        const float *row = a.ring.row(t, 0, 0);
+        const int all = a.ring.n_hc * n;
+        float ss = 0;
+        for (int i = 4 * (int)threadIdx.x; i < all; i += 4 * NORM_THREADS)
+            ss = add_squares(*(const float4 *)(row + i), ss);
+        f = rsqrtf(block_sum<NORM_THREADS>(ss) / (float)all + a.eps);
+        weight += (size_t)first * (size_t)n;
+    } else {
+        f = norm_factor(v, n, a.eps);
+    }
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
         if (i >= n) continue;
         if (!half) *(float4 *)(x + i) = make_float4(0, 0, 0, 0);
         if (column < a.from || column >= a.to) continue;
-        const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
+        const float4 y = norm_value(v[u], f, *(const float4 *)(weight + i));
         UNROLL_BY(1)
         for (int j = first; j < end; j++)
             *(uint2 *)(a.out + (size_t)(t * a.ring.n_hc + j) * a.out_stride + (size_t)(column - a.from)) =
@@ -1492,7 +1504,8 @@ static void hc_launch(const struct hc_args *a, cudaStream_t s) {
 struct stream_args {
     float *streams;       /* (n_tok, n_hc, n) */
     const float *partial; /* (n_tok, n) what is written to them; NULL: nothing */
-    const float *mix;     /* (n_tok, n_hc) to which part, before the sigmoid */
+    const float *joined;  /* (n_tok, n_hc, n) in place of the streams; NULL: none */
+    const float *mix;     /* (n_tok, n_hc) to which part partial is written, before the sigmoid */
     const float *weight;  /* (n_hc, n) of the norms; NULL: there are none */
     uint16_t *norms;      /* (n_tok, n_hc, n) */
     int n, n_hc;
@@ -1500,7 +1513,7 @@ struct stream_args {
     struct l2_prefetch prefetch;
 };
 
-/* streams += 2 sigmoid(mix / n_hc) * partial; then norms = RMS norm of each stream times weight.
+/* streams += 2 sigmoid(mix / n_hc) * partial, or streams = joined; then norms = RMS norm of each stream times weight.
  * Grid: (n_hc, n_tok), block: NORM_THREADS. A stream is read once and held in registers. One token: 2 to 4 latencies of
  * L2, some 2 us. Many: moves 14 bytes per value. */
 template <int VECS>
@@ -1512,7 +1525,13 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_streams_norm(const __grid_c
     if (a.weight) norm_load(w, a.weight + (size_t)j * (size_t)n, n);
     grid_dependency_wait();
     prefetch_request(a.prefetch);
-    norm_load(v, a.streams + row * (size_t)n, n);
+    norm_load(v, (a.joined ? a.joined : a.streams) + row * (size_t)n, n);
+    if (a.joined) {
+        UNROLL for (int u = 0; u < VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            if (i < n) *(float4 *)(a.streams + row * (size_t)n + i) = v[u];
+        }
+    }
     if (a.partial) {
         norm_load(d, a.partial + (size_t)t * (size_t)n, n);
         const float f = 2.0f / (1.0f + expf(-a.mix[row] / (float)a.n_hc));
@@ -8996,14 +9015,15 @@ static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hy
     hc_launch(&a, c->stream);
 }
 
-/* Takes the partial sums of all ranks into the streams of a low rank (ACT_COUNT: there are none). Then A_NORMS = the norms
- * of these; w NULL: nothing more. */
+/* Takes the partial sums of all ranks into the streams of a low rank (ACT_COUNT: there are none; A_JOINED: they replace
+ * them). Then A_NORMS = the norms of these; w NULL: nothing more. */
 static void streams_norm(struct rank *r, enum act partial, const float *w, const struct l2_prefetch &prefetch) {
     struct cuda *c = r->cuda;
     struct stream_args a = {};
-    if (partial != ACT_COUNT) partials_sum(r, partial, 1);
+    if (partial != ACT_COUNT) partials_sum(r, partial, partial == A_JOINED ? r->m->n_hc : 1);
     a.streams = c->x32[A_HC];
-    a.partial = partial == ACT_COUNT ? NULL : c->x32[partial];
+    a.partial = partial == ACT_COUNT || partial == A_JOINED ? NULL : c->x32[partial];
+    a.joined = partial == A_JOINED ? c->x32[partial] : NULL;
     a.mix = c->x32[A_MIX];
     a.weight = w;
     a.norms = c->x16[A_NORMS];
@@ -9145,6 +9165,7 @@ static void cuda_mtp_input(struct rank *r, const struct step *s) {
     a.to = a.from + layer->eh_proj.n_in;
     a.out = c->x16[s->out[0]];
     a.out_stride = (size_t)r->width[s->out[0]] / (size_t)a.ring.n_hc;
+    a.whole = r->m->hc_low > 0;
     LAUNCH_PDL(k_mtp_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.ring.n_hc), NORM_THREADS, 0, c->stream, a);
 }
 
@@ -9316,10 +9337,12 @@ static void cuda_linear(struct rank *r, const struct step *s) {
 
 /* Requests what the two products after it read, how streams are read and written, and after the last ones the head. */
 static void cuda_streams_norm(struct rank *r, const struct step *s) {
+    const struct layer *layer = s->il < 0 ? NULL : &r->m->layers[s->il];
     struct l2_prefetch a = {};
     for (const struct step *next = s + 1; next < s + 3; next++)
         for (int i = 0; next->w[i] && s[1].op == OP_linear; i++) prefetch_add(r, &a, next->w[i]);
-    if (s->il < 0) prefetch_add(r, &a, &r->m->output);
+    if (!layer) prefetch_add(r, &a, &r->m->output);
+    else if (layer->mtp && s->norm == layer->hc_head.norm) prefetch_add(r, &a, mtp_head(r->m, layer));
     streams_norm(r, s->partial, s->norm, a);
 }
 

@@ -2324,7 +2324,6 @@ static void config_qwen4(void) {
     expect(c, "output_gate_type", !strcmp(gate, "sigmoid"), "\"sigmoid\" (GGUF files can say no other)");
     expect(c, "ple_layer_ids", json_array_size(get_list(c, "ple_layer_ids")) <= 1,
            "at most one layer (GGUF files can say no more)");
-    src.mtp_why = "moe runs no such layers of streams that are read through a low rank";
 }
 
 /* Writes n numbers of 64 bits that the source has as a tensor of I64. */
@@ -2387,6 +2386,11 @@ static void put_qwen4(void) {
 
 static const struct renaming qwen4_names[] = {
     {"model.norm", "model.hyper_connection_mixer.hc_norm", EVERYWHERE}, /* the norm before the head */
+    {"enorm", "pre_fc_norm_embedding", BESIDE},
+    {"hnorm", "pre_fc_norm_hidden", BESIDE},
+    {"e_proj", "fc_embedding", BESIDE},
+    {"h_proj", "fc_hidden", BESIDE},
+    {"hc_head", "hyper_connection_mixer", BESIDE},
     {"self_attn.indexer.q_norm", "self_attn.indexer.q_layernorm", EVERYWHERE},
     {"self_attn.indexer.k_norm", "self_attn.indexer.k_layernorm", EVERYWHERE},
     {"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},

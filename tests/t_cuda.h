@@ -945,19 +945,19 @@ void cuda_test_results(void) {
 static const struct synth ngram_shapes[] = {
     {"heads of 256", "qwen4exp",
      .keys = NGRAM_KEYS
-     "block_count=2 embedding_length=128 attention.head_count=12 attention.head_count_kv=2 attention.key_length=256 "
-     "attention.value_length=256 hyper_connection.count=4 hyper_connection.low_rank=64 "
+     "block_count=3 nextn_predict_layers=1 embedding_length=128 attention.head_count=12 attention.head_count_kv=2 "
+     "attention.key_length=256 attention.value_length=256 hyper_connection.count=4 hyper_connection.low_rank=64 "
      "attention.indexer.head_count=4 attention.indexer.key_length=128 attention.indexer.top_k=32 "
-     "attention.compress_ratios=0,4 ple.layers=0 ple.ngram_size=3 ple.heads_per_ngram=2 ple.conv_kernel=4 "
+     "attention.compress_ratios=0,4,4 ple.layers=0 ple.ngram_size=3 ple.heads_per_ngram=2 ple.conv_kernel=4 "
      "ple.layer_multipliers=23703573157769,20109073645365,8052911324071 ple.head_offsets=0,101,204,311 "
      "ple.head_vocab_sizes=101,103,107,109 embedding_length_per_layer_input=32",
      .q8 = true},
     {"heads of 128", "qwen4exp",
      .keys = NGRAM_KEYS
-     "block_count=4 embedding_length=64 attention.head_count=4 attention.head_count_kv=1 attention.key_length=128 "
-     "attention.value_length=128 hyper_connection.count=3 hyper_connection.low_rank=24 "
+     "block_count=5 nextn_predict_layers=1 embedding_length=64 attention.head_count=4 attention.head_count_kv=1 "
+     "attention.key_length=128 attention.value_length=128 hyper_connection.count=3 hyper_connection.low_rank=24 "
      "attention.indexer.head_count=20 attention.indexer.key_length=64 attention.indexer.top_k=24 "
-     "attention.compress_ratios=0,8,0,8 ple.layers=2 ple.ngram_size=4 ple.heads_per_ngram=1 ple.conv_kernel=3 "
+     "attention.compress_ratios=0,8,0,8,8 ple.layers=2 ple.ngram_size=4 ple.heads_per_ngram=1 ple.conv_kernel=3 "
      "ple.layer_multipliers=23703573157769,20109073645365,8052911324071,99 ple.head_offsets=0,101,204 "
      "ple.head_vocab_sizes=101,103,107 embedding_length_per_layer_input=40"},
     {"long rows", "qwen4exp",
@@ -1479,11 +1479,11 @@ static const struct synth tiny_synths[] = {
      "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
      "expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=2 vocab_size=200 context_length=256"},
     {"tiny n-grams", "qwen4exp", .keys =
-     "block_count=4 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=64 "
-     "attention.value_length=64 rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=6 "
-     "ssm.state_size=32 ssm.inner_size=192 full_attention_interval=4 hyper_connection.count=4 "
+     "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 "
+     "attention.key_length=64 attention.value_length=64 rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 "
+     "ssm.time_step_rank=6 ssm.state_size=32 ssm.inner_size=192 full_attention_interval=4 hyper_connection.count=4 "
      "hyper_connection.low_rank=40 attention.indexer.head_count=4 attention.indexer.key_length=64 "
-     "attention.indexer.top_k=8 attention.compress_ratios=0:0:0:4* ple.layers=1 ple.ngram_size=3 "
+     "attention.indexer.top_k=8 attention.compress_ratios=0:0:0:4*,4 ple.layers=1 ple.ngram_size=3 "
      "ple.heads_per_ngram=2 ple.conv_kernel=4 ple.eos_token_id=5 "
      "ple.layer_multipliers=23703573157769,20109073645365,8052911324071 ple.head_offsets=0,101,204,311 "
      "ple.head_vocab_sizes=101,103,107,109 embedding_length_per_layer_input=32 expert_count=16 expert_used_count=2 "
@@ -2258,7 +2258,7 @@ static void test_cuda_ranks(void) {
 /* Drafts on GPUs, right and wrong, change nothing: the same tokens and logits, bit for bit, as without them. */
 static void test_cuda_drafts(void) {
     static const struct {
-        const char *fixture;
+        const char *fixture; /* or the name of ngram_shapes[0] */
         struct layout d;
     } c[] = {
         {"deepseek_v3_mtp", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
@@ -2270,13 +2270,16 @@ static void test_cuda_drafts(void) {
         {"step3p7", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"nemotron_h", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"glm5_next", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"qwen4_exp", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"heads of 256", {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_ONESHOT, true}},
 #endif
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
-        struct model m;
+        struct model m = {0};
         struct session s;
         cuda_test_begin(5 + (int)i);
-        if (!fixture_load(c[i].fixture, &m)) return;
+        if (!strcmp(c[i].fixture, ngram_shapes[0].name)) synth_make(&m, &ngram_shapes[0], NULL, false);
+        else if (!fixture_load(c[i].fixture, &m)) return;
         if (layout_session(&s, &m, &c[i].d, 128, i % 2 ? KV_BF16 : KV_FP8)) {
             for (int k = 0; k < 2; k++)
                 check_same_text(c[i].fixture, &s, c[i].d.name, ((int)i + 2 * k) % DRAFT_SAMPLINGS, 4 + (int)i % 4,

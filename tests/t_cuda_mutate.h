@@ -510,6 +510,9 @@ static void streams_of_next(const char *launch, void *args) {
 static void streams_without_result(const char *launch, void *args) {
     change_streams(launch, args, [](auto &a) { a.partial = NULL; });
 }
+static void streams_not_joined(const char *launch, void *args) {
+    change_streams(launch, args, [](auto &a) { a.joined = NULL; });
+}
 static void streams_weights_shifted(const char *launch, void *args) {
     change_streams(launch, args, [](auto &a) { a.weight += a.weight ? 4 : 0; });
 }
@@ -774,6 +777,9 @@ static void latents_of_one_less(const char *launch, void *args) {
 }
 static void hidden_of_first(const char *launch, void *args) {
     change_if<struct mtp_input_args>(launch, "k_mtp_input", args, [](auto &a) { a.ring.timeline_rows = 0; });
+}
+static void hidden_normed_by_stream(const char *launch, void *args) {
+    change_if<struct mtp_input_args>(launch, "k_mtp_input", args, [](auto &a) { a.whole = false; });
 }
 static void hidden_to_first(const char *launch, void *args) {
     change_if<struct keep_hidden_args>(launch, "k_keep_hidden", args, [](auto &a) { a.ring.timeline_rows = 0; });
@@ -1113,6 +1119,8 @@ static const struct {
                 {"relative", "tokens have the sinks of the first", bias_sinks_of_first},
                 {"ngrams", "streams get the part of the next", streams_of_next},
                 {"ngrams", "streams get no result", streams_without_result},
+                {"ngrams", "a prediction layer reads the streams of the trunk", streams_not_joined},
+                {"ngrams", "streams of a hidden state are normed one by one", hidden_normed_by_stream},
                 {"ngrams", "norms of streams have other weights", streams_weights_shifted},
                 {"ngrams", "the low rank counts every stream", streams_counted_twice},
                 {"ngrams", "the low rank is not squashed", streams_not_squashed},

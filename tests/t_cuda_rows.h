@@ -67,18 +67,19 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
 }
 
 /* Hidden states of wide models in the first ring or that of timeline 1, a part of them in both, and the inputs of MTP
- * layers, of which a rank has columns from..to-1. */
-static void run_keep_hidden(int n, int streams, bool norm, int from, int to, bool own, bool both, bool next) {
+ * layers, of which a rank has columns from..to-1; whole: the streams are normed as one row. */
+static void run_keep_hidden(int n, int streams, bool norm, int from, int to, bool own, bool both, bool next,
+                            bool whole) {
     enum { FIRST = 5, OWN = 4, ROWS = FIRST + 2 * OWN, TOKENS = 2, POS = 7 };
     const size_t wide = (size_t)n, per = (size_t)streams * wide, gap = wide + 4, stride = (size_t)(to - from) + 8;
     const std::vector<float> x = random_floats((int)(TOKENS * per), 2),
-                             w[2] = {random_floats(n, 1), random_floats(n, 1)},
+                             w[2] = {random_floats(n, 1), random_floats(whole ? (int)per : n, 1)},
                              e = random_floats((int)(TOKENS * gap), 1), before = random_floats((int)(ROWS * per), 3);
     gpu_array<float> x_d(x), w0(w[0]), w1(w[1]), rings(before), e_d(e);
     gpu_batch b(POS, TOKENS, POS, 1);
     gpu_array<uint16_t> out(std::vector<uint16_t>(TOKENS * (size_t)streams * stride, 0xABCD));
     const struct mtp_ring ring[] = {{rings, FIRST, streams, n, 0, b}, {rings + FIRST * per, OWN, streams, n, OWN, b}};
-    const struct mtp_input_args a = {e_d, gap, ring[own], {w0, w1}, 1e-6f, from, to, out, stride};
+    const struct mtp_input_args a = {e_d, gap, ring[own], {w0, w1}, 1e-6f, from, to, out, stride, whole};
     e_d.arrive(), rings.arrive();
     LAUNCH_PDL(k_mtp_input, dim3(TOKENS, 1 + (unsigned)streams), NORM_THREADS, 0, test_stream, a);
     x_d.arrive();
@@ -110,19 +111,24 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to, boo
     for (size_t r = 0; r < TOKENS * (size_t)streams; r++) {
         const size_t t = r / (size_t)streams;
         const size_t row = own ? FIRST + OWN + (POS + t) % OWN : (POS + t) % FIRST;
-        const float *half[2] = {&e[t * gap], &before[(row * (size_t)streams + r % (size_t)streams) * wide]};
-        const double f[2] = {rms_factor(half[0], n), rms_factor(half[1], n)};
+        const size_t stream = r % (size_t)streams;
+        const float *half[2] = {&e[t * gap], &before[(row * (size_t)streams + stream) * wide]};
+        const double f[2] = {rms_factor(half[0], n),
+                             whole ? rms_factor(&before[row * per], (int)per) : rms_factor(half[1], n)};
         for (size_t i = 0; i < stride; i++) {
             const size_t c = ((size_t)from + i) % wide, k = ((size_t)from + i) / wide;
+            const size_t weight = c + (whole && k ? stream * wide : 0);
             const uint16_t h = got[r * stride + i];
             if (i + 8 >= stride) bad += h != 0xABCD;
-            else sum.add((double)f16_to_f32(h), (double)half[k][c] * f[k] * (double)w[k][c]);
+            else sum.add((double)f16_to_f32(h), (double)half[k][c] * f[k] * (double)w[k][weight]);
         }
     }
     for (size_t i = 0; i < left.size(); i++) bad += left[i] != (i % gap < wide ? 0 : e[i]);
-    expect(sum.nmse() < 1e-6 && !bad,
-           "hidden states, %d streams of %d, norm %d, columns %d - %d, own %d, both %d, next %d: NMSE %.1e, %d wrong",
-           streams, n, norm, from, to, own, both, next, sum.nmse(), bad);
+    expect(
+        sum.nmse() < 1e-6 && !bad,
+        "hidden states, %d streams of %d, norm %d, columns %d - %d, own %d, both %d, next %d, whole %d: NMSE %.1e, %d "
+        "wrong",
+        streams, n, norm, from, to, own, both, next, whole, sum.nmse(), bad);
 }
 
 /* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model;
@@ -212,7 +218,7 @@ extern "C" void cuda_test_norms(void) {
                 for (int next = 0; next < 2; next++)
                     if (n < 64 || rings == 1 + next)
                         run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64),
-                                        rings & 1, rings & 2, next);
+                                        rings & 1, rings & 2, next, streams > 1 && next);
     run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true), run_hc_norm<4>(4088, 0, true);
     run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true), run_hc_norm<8>(8184, 0, true);
 }

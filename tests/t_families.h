@@ -531,10 +531,10 @@ static const struct {
     {"glm5_next_nvfp4", "glm5-next.expert_shared_count", "2"},
     {"qwen4_exp", "general.architecture", "qwen4exp"},
     {"qwen4_exp", "tokenizer.ggml.pre", "qwen35"},
-    {"qwen4_exp", "qwen4exp.block_count", "3"},
-    {"qwen4_exp", "qwen4exp.nextn_predict_layers", ""},
-    {"qwen4_exp", "qwen4exp.attention.recurrent_layers", "1,1,0"},
-    {"qwen4_exp", "qwen4exp.attention.compress_ratios", "0,0,4"},
+    {"qwen4_exp", "qwen4exp.block_count", "4"},
+    {"qwen4_exp", "qwen4exp.nextn_predict_layers", "1"},
+    {"qwen4_exp", "qwen4exp.attention.recurrent_layers", "1,1,0,0"},
+    {"qwen4_exp", "qwen4exp.attention.compress_ratios", "0,0,4,4"},
     {"qwen4_exp", "qwen4exp.attention.indexer.head_count", "16"},
     {"qwen4_exp", "qwen4exp.attention.indexer.key_length", "32"},
     {"qwen4_exp", "qwen4exp.attention.indexer.top_k", "32"},
@@ -553,7 +553,7 @@ static const struct {
     {"qwen4_exp", "qwen4exp.ple.head_offsets", "0,101,204,311,420,533,660,791"},
     {"qwen4_exp", "qwen4exp.ple.head_vocab_sizes", "101,103,107,109,113,127,131,137"},
     {"qwen4_exp", "qwen4exp.embedding_length_per_layer_input", "8"},
-    {"qwen4_exp_nvfp4", "qwen4exp.attention.compress_ratios", "0,3"},
+    {"qwen4_exp_nvfp4", "qwen4exp.attention.compress_ratios", "0,3,3"},
     {"qwen4_exp_nvfp4", "qwen4exp.attention.indexer.top_k", "18"},
     {"qwen4_exp_nvfp4", "qwen4exp.expert_weights_norm", "0"},
     {"qwen4_exp_nvfp4", "qwen4exp.ple.layers", "0"},
@@ -1154,7 +1154,16 @@ static const struct converted_tensor {
     {"qwen4_exp", "blk.2.indexer.k_norm.weight", Q4 "layers.2.self_attn.indexer.k_layernorm.weight", 1},
     {"qwen4_exp", "blk.2.indexer.q_proj.weight", Q4 "layers.2.self_attn.indexer.index_qk_proj.weight", 0},
     {"qwen4_exp", "blk.0.ssm_norm.weight", Q4 "layers.0.linear_attn.norm.weight", 0},
-    {"qwen4_exp", "blk.0.ffn_up_shexp.weight", Q4 "layers.0.mlp.shared_expert.up_proj.weight", 0}};
+    {"qwen4_exp", "blk.0.ffn_up_shexp.weight", Q4 "layers.0.mlp.shared_expert.up_proj.weight", 0},
+    {"qwen4_exp", "blk.3.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", 1},
+    {"qwen4_exp", "blk.3.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", 1},
+    {"qwen4_exp", "blk.3.nextn.hc_head_norm.weight", "mtp.hyper_connection_mixer.hc_norm.weight", 1},
+    {"qwen4_exp", "blk.3.nextn.hc_head_down.weight", "mtp.hyper_connection_mixer.input_mix_weight_down.weight", 0},
+    {"qwen4_exp", "blk.3.nextn.hc_head_up.weight", "mtp.hyper_connection_mixer.input_mix_weight_up.weight", 0},
+    {"qwen4_exp", "blk.3.hc_ffn_inject.weight", "mtp.layers.0.mlp_hyper_connection.block_inject_weight.weight", 0},
+    {"qwen4_exp", "blk.3.indexer.q_norm.weight", "mtp.layers.0.self_attn.indexer.q_layernorm.weight", 1},
+    {"qwen4_exp", "blk.3.attn_output.weight", "mtp.layers.0.self_attn.o_proj.weight", 0},
+    {"qwen4_exp", "blk.3.ffn_gate_inp.weight", "mtp.layers.0.mlp.gate.weight", 0}};
 #undef Q4
 
 /* Catches a norm that is left as it is, and a layer or a name that is lost. */
@@ -1551,6 +1560,23 @@ static void check_v4_joined(struct hf *h, const char *args, uint32_t type) {
     }
     CHECK(v && off <= (type == GGUF_BF16 ? 0 : 1e-4) * all, "%s: squares of differences %g of %g", args, off, all);
     free(v);
+}
+
+/* fc_embedding and fc_hidden of Qwen3.8-Flash-Next's MTP layer, side by side. */
+static void test_families_qwen4_joined(void) {
+    enum { N = 64 };
+    struct hf h;
+    size_t bad = 0;
+    hf_load(&h, "qwen4_exp");
+    if (!hf_convert(&h)) return;
+    float *v = out_values(&h.g, "blk.3.nextn.eh_proj.weight", GGUF_BF16, 2 * N, N, 1);
+    for (size_t i = 0; i < 2 * N * N && v; i++) {
+        const size_t row = i / (2 * N), col = i % (2 * N);
+        bad += v[i] != hf_float(&h, col < N ? "mtp.fc_embedding.weight" : "mtp.fc_hidden.weight", row * N + col % N);
+    }
+    CHECK(v && !bad, "%zu values differ", bad);
+    free(v);
+    hf_end(&h);
 }
 
 /* A DSpark module in the place of the MTP layer is left out with all of its tensors, whatever the list of ratios
@@ -2455,4 +2481,4 @@ static void test_families_ngrams(void) {
         {"families/numbers", test_families_numbers}, {"families/one_scale", test_families_one_scale},         \
         {"families/indexer", test_families_indexer}, {"families/mxfp8", test_families_mxfp8},                 \
         {"families/flat", test_families_flat}, {"families/v4", test_families_v4},                             \
-        {"families/ngrams", test_families_ngrams},
+        {"families/ngrams", test_families_ngrams}, {"families/joined", test_families_qwen4_joined},

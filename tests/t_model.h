@@ -259,21 +259,23 @@ static void check_prediction(const char *name, const struct model *m, const char
     arrfree(want);
 }
 
-/* Chained drafts of DeepSeek-V4 against drafts.f32, after three positions: each from the streams that the one before it
- * left. The tokens are those of the prompt. Tokens that were drafted before and taken back leave nothing. Catches rows of
- * the trunk in place of the layer's own, normed or joined ones, other positions in one of the passes, and rows that stay. */
-static void test_prediction_chain(void) {
-    enum { DRAFTS = 4 };
-    static const int from[] = {5, 40, 200};
-    enum { FROM = sizeof from / sizeof *from };
+/* Chained drafts against drafts.f32, after three positions: each from the streams that the one before it left. The
+ * tokens are those of the prompt. Tokens that were drafted before and taken back leave nothing. Catches rows of the
+ * trunk in place of the layer's own, normed or joined ones, other positions in one of the passes, rows that stay. */
+static void check_prediction_chain(const char *name) {
+    enum { DRAFTS = 4, FROM = 3 };
     struct model m;
     size_t n_ids = 0, n_want = 0;
-    if (!fixture_load("deepseek_v4", &m)) return;
-    int32_t *ids = slurp("tests/fixtures/deepseek_v4/ids.i32", &n_ids);
-    float *want = slurp("tests/fixtures/deepseek_v4/drafts.f32", &n_want);
+    char path[256];
+    if (!fixture_load(name, &m)) return;
+    snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", name);
+    int32_t *ids = slurp(path, &n_ids);
+    snprintf(path, sizeof path, "tests/fixtures/%s/drafts.f32", name);
+    float *want = slurp(path, &n_want);
+    const int from[FROM] = {5, 40, int_min(200, (int)(n_ids / sizeof *ids) - 12)};
     const size_t row = (size_t)m.n_vocab;
     float *got = xcalloc(FROM * DRAFTS * row, sizeof *got);
-    if (!CHECK(n_want == FROM * DRAFTS * row * sizeof *want, "drafts.f32: %zu bytes", n_want)) return;
+    if (!CHECK(n_want == FROM * DRAFTS * row * sizeof *want, "%s: %zu bytes", path, n_want)) return;
     for (int tp = 1; tp <= 4; tp++) {
         struct session s;
         session_open_cpu(&s, &m, tp, 1, (struct cpu_options){&kernels_ref, tp, 300, KV_F32, false, false, {0}});
@@ -299,7 +301,7 @@ static void test_prediction_chain(void) {
         }
         for (int d = 0; d < FROM * DRAFTS; d++) {
             const double e = nmse(got + (size_t)d * row, want + (size_t)d * row, row);
-            CHECK(e <= 1e-9, "--tp %d, draft %d after %d: NMSE %.3g", tp, d % DRAFTS, from[d / DRAFTS], e);
+            CHECK(e <= 1e-9, "%s, --tp %d, draft %d after %d: NMSE %.3g", name, tp, d % DRAFTS, from[d / DRAFTS], e);
         }
         session_free(&s);
     }
@@ -308,12 +310,17 @@ static void test_prediction_chain(void) {
     model_free(&m);
 }
 
+static void test_prediction_chain(void) {
+    static const char *const names[] = {"deepseek_v4", "qwen4_exp", "qwen4_exp_nvfp4"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) check_prediction_chain(names[i]);
+}
+
 /* The bits of what an MTP layer gives do not depend on the other tokens of a pass of up to 16. Catches a format of
  * activations that is chosen by the number of streams. */
-static void test_prediction_batches(void) {
+static void check_prediction_batches(const char *name) {
     enum { N = 16 };
     struct model m;
-    if (!fixture_load("deepseek_v4", &m)) return;
+    if (!fixture_load(name, &m)) return;
     const size_t row = (size_t)m.n_vocab;
     float *logits[2] = {xmalloc(N * row * sizeof **logits), xmalloc(N * row * sizeof **logits)};
     int32_t ids[N + 1];
@@ -335,10 +342,15 @@ static void test_prediction_batches(void) {
             }
             session_free(&s);
         }
-        CHECK(!memcmp(logits[0], logits[1], N * row * sizeof **logits), "%s: other bits in a batch", k->name);
+        CHECK(!memcmp(logits[0], logits[1], N * row * sizeof **logits), "%s, %s: other bits in a batch", name, k->name);
     }
     for (int i = 0; i < 2; i++) free(logits[i]);
     model_free(&m);
+}
+
+static void test_prediction_batches(void) {
+    check_prediction_batches("deepseek_v4");
+    check_prediction_batches("qwen4_exp");
 }
 
 static bool demo_load(struct model *m) {
@@ -352,7 +364,7 @@ static void test_prediction(void) {
                                         "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
                                         "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types",
                                         "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4",  "bailing_hybrid",
-                                        "nemotron_h",        "glm5_next"};
+                                        "nemotron_h",        "glm5_next",        "qwen4_exp",      "qwen4_exp_nvfp4"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -1345,11 +1357,11 @@ static void test_ops_replay(void) {
         if (m.n_hc && !m.hc_low)
             want |=
                 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention | 1ull << LOG_group_linear;
-        if (m.n_hc && m.n_mtp) want |= 1ull << LOG_hc_linear;
         if (m.family->lagging_streams)
             want |= 1ull << LOG_pool_keys | 1ull << LOG_streams_norm | 1ull << LOG_ngrams | 1ull << LOG_ngrams_add;
         else if (f && !m.n_hc) want |= 1ull << LOG_mla_attention;
         if (m.n_mtp) want |= 1ull << LOG_mtp_input | 1ull << LOG_keep_hidden;
+        if (m.n_mtp && m.n_hc) want |= 1ull << LOG_hc_linear;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
         s.r->ops = &log_ops;
@@ -1623,7 +1635,7 @@ static void test_streams(void) {
         for (int t = 0; t < T && n_rank > 1 && !head; t++)
             for (int from = 0; from < N; from += PART) {
                 if (delta == A_OUT) hc_add(&r[1], A_OUT, t, from, int_min(PART, N - from));
-                if (delta == A_JOINED) hc_set(&r[1], t, from, int_min(PART, N - from));
+                for (int j = 0; j < K && delta == A_JOINED; j++) hc_set(&r[1], t, j, from, int_min(PART, N - from));
             }
         m[0].shard.n_rank = 1; /* ranks would wait for each other */
         if (!last) hc_mix(&r[0], A_X, delta, &hc, head, w, A_H);

@@ -887,8 +887,9 @@ static void test_plan_ngrams(void) {
               "backbone on a GPU");
     CHECK_INT(plan_int(reads, "head"), 2 * d * 248320 + mix, "head on a GPU");
     CHECK_INT(plan_int(json_array_get(json_object_get(o, "ranks"), 0), "weights"),
-              48 * (2 * tiled + experts + 512 * expert) + 36 * delta + 12 * attn + ngrams + 2 * 2 * d * 248320 + mix +
-                  4 * 32, /* all experts, both embeddings, the rotation */
+              49 * (2 * tiled + experts + 512 * expert) + 36 * delta + 13 * attn + ngrams + 2 * 2 * d * 248320 +
+                  2 * mix + 2 * d * 2 * d + 4 * (d + streams) + /* eh_proj of the MTP layer, its norms */
+                  4 * 32,                                       /* all experts, both embeddings, the rotation */
               "weights of a GPU");
     json_decref(o);
 

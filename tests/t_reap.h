@@ -781,8 +781,8 @@ static void test_reap_fixtures(void) {
              {"nemotron_h_nvfp4", "--keep 4", {0, 4, 0, 0, 4}},
              {"glm5_next", "--keep 5 --mtp drop", {0, 0, 0, 5}},
              {"glm5_next_nvfp4", "--keep 4", {0, 4, 4}},
-             {"qwen4_exp", "--keep 3", {3, 3, 3}},
-             {"qwen4_exp_nvfp4", "--keep 4", {4, 4}},
+             {"qwen4_exp", "--keep 3 --mtp drop", {3, 3, 3}},
+             {"qwen4_exp_nvfp4", "--keep 4 --mtp drop", {4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -991,7 +991,8 @@ static void test_reap_mtp_fixtures(void) {
              {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
              {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
              {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5},
-             {"nemotron_h", 6},        {"glm5_next", 5}};
+             {"nemotron_h", 6},        {"glm5_next", 5},
+             {"qwen4_exp", 3},         {"qwen4_exp_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1409,6 +1410,7 @@ static void test_reap_directory(void) {
                                        {"glm5_next", "--keep 5 --mtp drop"},
                                        {"glm5_next_nvfp4", "--keep 4"},
                                        {"qwen4_exp", "--keep 3"},
+                                       {"qwen4_exp", "--keep 3 --mtp drop"},
                                        {"qwen4_exp_nvfp4", "--keep 4"},
                                        {"gemma4", "--keep 4"},
                                        {"gemma4_nvfp4", "--keep 3"}};
