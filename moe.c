@@ -3712,6 +3712,7 @@ enum {
     HC_COLUMNS = 256,   /* columns of a block of k_hc_mix */
     HC_SUMS = 32,       /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
     GPU_BLOCKS = 64,    /* blocks of layers that are the residual at most */
+    GPU_HEAD = 256,     /* values of a head of grouped-query attention that is not wide at most */
     GPU_REL = 16        /* values of a relative state at most */
 };
 
@@ -3720,6 +3721,10 @@ enum {
 static inline bool gpu_norm_fuses(int n_tok, int width, bool own) {
     return n_tok <= FUSED_NORM_TOKENS && width <= FUSED_NORM_MAX && n_tok * width <= FUSED_NORM_VALUES && own;
 }
+
+/* Whether heads of grouped-query attention are too wide for a warp's registers: other kernels attend then, and queries
+ * and new rows of the cache are made before. */
+static inline bool gpu_wide(const struct attn *a) { return a->head_k > GPU_HEAD; }
 
 /* What the sizes of a rank's activations depend on besides its shard. */
 struct gpu_sizes {
@@ -3774,7 +3779,6 @@ struct gpu_dims {
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->family->lagging_streams) return "the lagging streams and shared compressed keys of DeepSeek-V4.1";
-    if (m->embd_scale > 0) return "the scaled embeddings and feed-forwards of Gemma 4";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -3858,6 +3862,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_X], float, d.n * d.act[A_X])                                                                 \
     X(x_second, float, d.decode * d.act[A_X])                                                            \
     X(x32[A_H], float, d.n * d.act[A_H])                                                                 \
+    X(x32[A_PART], float, d.n * d.act[A_PART])                                                           \
     X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                             \
     X(x32[A_QA], float, d.n * d.act[A_QA])                                                               \
     X(x32[A_Q], float, d.n * d.act[A_Q])                                                                 \
@@ -30478,44 +30483,47 @@ static void launch_add_linear(struct launches *k, const struct step *s) {
         k->router = -1; /* the layer after may have no feed-forward before it */
         k->first = fuses ? -1 : at;
     } else if (ready) {
-        k->first = -1;
+        if (k->router >= 0) k->list[k->router].prefetch = at;
+        k->first = k->router = -1;
     } else if (s->w[0] == &l->wo) {
         k->list[k->attention].prefetch = at;
         if (k->first >= 0) k->list[k->first].prefetch = at;
     }
 }
 
-/* Adds a layer's feed-forward. */
+/* Adds a layer's feed-forward, or a part of it. */
 static void launch_add_ffn(struct launches *k, const struct step *s) {
     const struct layer *l = &k->m->layers[s->il];
     const int il = s->il;
-    const double norm = READS(&l->ffn_norm);
+    const bool parts = layer_parts(k->m, l), routed = l->n_expert && !s->dense;
+    const bool beside = l->sh_up.data && (s->dense || !parts); /* sh_gate, sh_up and sh_down run */
+    const double norm = parts && routed ? READS(&l->pre_ffw_norm_2, &l->router_norm) : READS(&l->ffn_norm);
     const double hc_bytes = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
-    const bool fuses = s->norm && launch_add_input(k, s, l->n_expert > 0, hc_bytes);
+    const bool fuses = s->norm && launch_add_input(k, s, routed, hc_bytes);
     k->router = -1;
-    if (l->n_expert) {
+    if (routed) {
         k->router =
             launch_add(k, DECODE_ROUTER,
                        norm + READS(&l->expert_ids, &l->router, &l->router.bias, &l->router_bias, &l->sh_weight), 0);
         k->list[k->router].norms = fuses;
     }
     const int held = layer_held(k->m, il, k->offload);
-    const bool by_cpu = l->n_expert && !held;
-    const bool fetched = held < l->n_expert && !by_cpu;
+    const bool by_cpu = routed && !held, own = !by_cpu && !s->dense; /* own: gate, up and down run */
+    const bool fetched = routed && held < l->n_expert && !by_cpu;
     if (fetched && k->offload.n_ask) launch_add(k, DECODE_WANT, 0, 0), launch_add(k, DECODE_BROUGHT, 0, 0);
     if (fetched) launch_add(k, DECODE_FETCH, 0, 0);
     if (by_cpu && !k->m->shard.rank) launch_add(k, DECODE_ASK, 0, 0);
     const bool latent = l->n_latent && !by_cpu;
     if (latent) launch_add(k, DECODE_LINEAR, READS(&l->latent_down), 0);
-    if (!by_cpu || l->sh_up.data) {
-        const double hidden = by_cpu ? 0 : READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias);
-        const double down = by_cpu ? 0 : READS(&l->down, &l->down.bias);
-        launch_add(k, DECODE_GLU, (l->n_expert ? 0 : norm) + hidden + READS(&l->sh_gate, &l->sh_up), 0);
+    if (own || beside) {
+        const double hidden = own ? READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias) : 0;
+        const double down = own ? READS(&l->down, &l->down.bias) : 0;
+        launch_add(k, DECODE_GLU, (routed ? 0 : norm) + hidden + (beside ? READS(&l->sh_gate, &l->sh_up) : 0), 0);
         if (latent) launch_add(k, DECODE_DOWN, down, 0);
-        launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR,
-                   (latent ? READS(&l->latent_up) : down) + READS(&l->sh_down), 0);
+        launch_add(k, routed ? DECODE_DOWN : DECODE_LINEAR,
+                   (latent ? READS(&l->latent_up) : down) + (beside ? READS(&l->sh_down) : 0), 0);
     }
-    if (by_cpu && (!k->m->shard.rank || !l->sh_up.data)) launch_add(k, DECODE_ANSWER, 0, 0);
+    if (by_cpu && (!k->m->shard.rank || !beside)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
 
 /* Adds the launches of a step. Norms are counted where their result is used. */
@@ -30534,9 +30542,12 @@ static void launches_of(struct launches *k, const struct step *s) {
         break;
     case OP_mtp_input: launch_add(k, DECODE_MTP_INPUT, 0, 0); break;
     case OP_add_result:
-        if (m->shard.n_rank > 1) launch_add_sum(k);
+        for (int i = 0; s->in[i] != ACT_COUNT && m->shard.n_rank > 1; i++) launch_add_sum(k);
         launch_add(k, DECODE_RESULT,
-                   s->result == l->post_ffw_norm ? READS(&l->post_ffw_norm) : READS(&l->post_attention_norm), 0);
+                   s->result == l->post_ffw_norm
+                       ? READS(&l->post_ffw_norm, &l->post_ffw_norm_1, &l->post_ffw_norm_2, &l->out_scale)
+                       : READS(&l->post_attention_norm),
+                   0);
         break;
     case OP_streams_norm: launch_add_streams(k, s); break;
     case OP_streams_read:
@@ -30568,9 +30579,10 @@ static void launches_of(struct launches *k, const struct step *s) {
         break;
     case OP_attention: {
         const double norms = l->qk_norm == QK_NORM_HEADS ? READS(&l->q_norm, &l->k_norm) : 0;
-        if (l->attn.top_k) launch_add(k, DECODE_ROPE, norms, 0);
-        k->attention =
-            launch_add(k, DECODE_ATTENTION, (l->attn.top_k ? 0 : norms) + READS(&l->sinks) + state - index - recent, 0);
+        const bool wide = gpu_wide(&l->attn), before = l->attn.top_k || wide;
+        if (before) launch_add(k, DECODE_ROPE, norms, 0);
+        k->attention = launch_add(k, wide ? DECODE_MLA_ATTENTION : DECODE_ATTENTION,
+                                  (before ? 0 : norms) + READS(&l->sinks) + state - index - recent, 0);
         break;
     }
     case OP_mla_attention:

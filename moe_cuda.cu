@@ -13,7 +13,8 @@
  *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
  *                           also pushes and adds partial sums, or
  *                           ncclAllGather
- *   norms of results      k_add_result                               the same; several ranks: k_add_norm before
+ *   norms of results      k_add_result, of parts of a feed-forward   the same; several ranks: k_add_norm before each
+ *                           too
  *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
  *     of a low rank         k_streams_norm, k_gemv_linear or gemm_kernel, k_to_halves, the same again, k_streams_read
  *   n-grams               k_ngram_rows, k_gemv_linear or gemm_kernel, k_ngram_gate, k_ngram_add
@@ -23,6 +24,7 @@
  *                           also has the queries' products
  *   attention, its gates  attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
  *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
+ *     of wide heads         k_rope_gqa, attn_mla_kernel                the same, attn_merge
  *   sparse attention      before it k_index_store, k_index_scores or k_index_blocks, k_index_choose; then the kernels
  *                           of decode, grouped-query attention after k_rope_gqa
  *   one KV head           k_csa_store, the indexer's choice, attn_mla_kernel; groups of heads by k_gemv_linear or
@@ -80,7 +82,7 @@
  *   Attention over the KV cache                   splits of a context, which keys a row sees
  *   Attention: reading the cache                  rows to fragments
  *   Attention: grouped queries                    attn_gqa_decode
- *   Attention: latents                            attn_mla_kernel
+ *   Attention: latents, wide heads                attn_mla_kernel
  *   Attention: prefill, merge, gates              attn_gqa_prefill, attn_merge, k_mla_value
  *   Attention: choice and launch                  which kernel a shape of heads has
  *   Attention: expanded latents                   attn_mla_expanded
@@ -923,21 +925,21 @@ struct rope_tables {
     int n;
 };
 
-/* x (n_tok, n_embd) F32, `copies` times for each token and tokens x_stride apart = rows of the embedding, times the
- * weights `norm` (n_embd) of an RMS norm, NULL: there is none; skipped if w is empty. An id of -1, where the host has to
- * choose, counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
+/* x (n_tok, n_embd) F32, `copies` times for each token and tokens x_stride apart = rows of the embedding times `factor`,
+ * times the weights `norm` (n_embd) of an RMS norm, NULL: there is none; skipped if w is empty. An id of -1, where the
+ * host has to choose, counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_embed(struct device_matrix w, const int32_t *tokens, struct batch_ref batch, float *x, size_t x_stride,
-            int copies, const float *norm, float eps, const __grid_constant__ struct rope_tables ropes) {
+            int copies, float factor, const float *norm, float eps, const __grid_constant__ struct rope_tables ropes) {
     grid_dependency_launch();
     grid_dependency_wait();
     __builtin_assume(copies > 0);
     int t = blockIdx.x;
     float ss = 0;
     for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) {
-        const float v = device_matrix_value(w, max(tokens[t], 0), i);
+        const float v = factor * device_matrix_value(w, max(tokens[t], 0), i);
         ss = fmaf(v, v, ss);
         UNROLL_BY(1) for (int k = 0; k < copies; k++) x[(size_t)t * x_stride + (size_t)k * w.n_in + i] = v;
     }
@@ -1008,6 +1010,7 @@ struct norm_input {
     int n;
     float *sum;    /* (n_tok, n) where the first block stores x + partial: not x, which other blocks still read */
     uint16_t *h16; /* (n_tok, n) where it stores the norm; NULL: nowhere */
+    const float *weight16; /* (n) weights of the norm in h16; NULL: the same */
 };
 
 /* Calls store(t, i, y) for values i..i+3 of the norm of every row t. w: the weights, by norm_load. Ends with a
@@ -1028,7 +1031,8 @@ DEVICE void norm_rows(const struct norm_input &p, int n_tok, const float4 (&w)[F
             store(t, i, y);
             if (blockIdx.x) continue;
             if (p.partial) *(float4 *)(p.sum + row + i) = v[u];
-            if (p.h16) *(uint2 *)(p.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+            const float4 h = p.weight16 ? norm_value(v[u], f, *(const float4 *)(p.weight16 + i)) : y;
+            if (p.h16) *(uint2 *)(p.h16 + row + i) = make_uint2(clamped_f16x2(h.x, h.y), clamped_f16x2(h.z, h.w));
         }
         __syncthreads(); /* the row is stored; the next row's block_sum overwrites this one's */
     }
@@ -1049,8 +1053,9 @@ struct norm_args {
     const float *weight; /* (n); NULL: add only */
     float eps;
     int n, n_tok;
-    uint16_t *h16; /* (n_tok, n) result in halves */
-    float *h32;    /* (n_tok, n) result in F32, or NULL */
+    uint16_t *h16;         /* (n_tok, n) result in halves */
+    float *h32;            /* (n_tok, n) result in F32, or NULL */
+    const float *weight32; /* (n) weights of the norm in h32; NULL: the same */
     struct tp_rank p;
     float *slot[MAX_RANKS];    /* by rank, for PARTIAL_PUSHED: (2, n_rank, p.slot_floats) */
     uint32_t *flag[MAX_RANKS]; /* by rank, for PARTIAL_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
@@ -1154,7 +1159,9 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
                 if (i >= n) continue;
                 const float4 y = norm_value(v[u], f, hold ? w[u] : *(const float4 *)(a.weight + i));
                 *(uint2 *)(a.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
-                if (a.h32) *(float4 *)(a.h32 + row + i) = y;
+                if (a.h32)
+                    *(float4 *)(a.h32 + row + i) =
+                        a.weight32 ? norm_value(v[u], f, *(const float4 *)(a.weight32 + i)) : y;
             }
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's block_sum overwrites this one's */
@@ -1174,7 +1181,10 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
 struct result_args {
     float *x;             /* (n_tok, n) the residual; n <= NORM_MAX, n % 4 == 0 */
     const float *partial; /* (n_tok, n) the sums over the ranks */
+    const float *more;    /* (n_tok, n) those of a second part of the feed-forward; NULL: there is none */
+    const float *part[2]; /* with it (n) weights of the norms of both, whose sum stands for `partial` */
     const float *result;  /* (n) weights of their norm */
+    const float *scale;   /* (1) factor of x after that; NULL: 1 */
     const float *weight;  /* (n) of the norm of x; NULL: it is not made */
     uint16_t *h16;        /* (n_tok, n) that norm in halves */
     float *h32;           /* (n_tok, n) the same in F32 */
@@ -1182,7 +1192,8 @@ struct result_args {
     int n;
 };
 
-/* x = x + norm(partial) * result, then h = norm(x) * weight. Grid: n_tok, block: NORM_THREADS. Some KB a token: latency. */
+/* x = (x + norm(partial) * result) * scale, then h = norm(x) * weight. With `more`, norm(partial) * part[0] + norm(more) *
+ * part[1] takes the place of partial. Grid: n_tok, block: NORM_THREADS. Some KB a token: latency. */
 template <int VECS>
 __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_result(const __grid_constant__ struct result_args a) {
     const int n = a.n;
@@ -1191,12 +1202,26 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_result(const __grid_con
     grid_dependency_launch();
     grid_dependency_wait();
     norm_load(v, a.partial + row, n);
+    if (a.more) {
+        norm_load(x, a.more + row, n);
+        const float f = norm_factor(v, n, a.eps);
+        __syncthreads(); /* the second block_sum overwrites the first one's */
+        const float g = norm_factor(x, n, a.eps);
+        UNROLL for (int u = 0; u < VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            if (i >= n) continue;
+            v[u] = add4(norm_value(v[u], f, *(const float4 *)(a.part[0] + i)),
+                        norm_value(x[u], g, *(const float4 *)(a.part[1] + i)));
+        }
+        __syncthreads(); /* the third one overwrites that */
+    }
     norm_load(x, a.x + row, n);
-    const float f = norm_factor(v, n, a.eps);
+    const float f = norm_factor(v, n, a.eps), scale = a.scale ? *a.scale : 1.0f;
     UNROLL for (int u = 0; u < VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
         if (i >= n) continue;
-        x[u] = add4(x[u], norm_value(v[u], f, *(const float4 *)(a.result + i)));
+        const float4 y = add4(x[u], norm_value(v[u], f, *(const float4 *)(a.result + i)));
+        x[u] = make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale);
         *(float4 *)(a.x + row + i) = x[u];
     }
     if (!a.weight) return;
@@ -2312,6 +2337,12 @@ static void gemv_groups(const struct linear_args *p, cudaStream_t s) {
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
+/* GELU of g, by the approximation of struct glu, times u: x (1 + tanh(z)) / 2 = x sigmoid(2 z). */
+DEVICE float gelu_mul(float g, float u) {
+    const float z = 1.5957691f * g * fmaf(0.044715f * g, g, 1.0f);
+    return __fdividef(g, 1.0f + __expf(-z)) * u;
+}
+
 /* max(0, x)^2 */
 DEVICE float relu_square(float x) {
     x = fmaxf(x, 0);
@@ -2353,10 +2384,11 @@ struct glu_job : gemv_one {
     }
 };
 
-/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves; of gate x and up x with their
- * biases and within their limits. Without a gate (no codes) y = max(0, up x)^2 / HIDDEN_SCALE. Entry 0: routed experts,
- * times the router's weight and the expert's scale of the down matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a
- * dense layer, y (n_tok, n_ff). Entry 1: the shared expert, times its weight, y (n_tok, n_ff). */
+/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves, or what struct glu says in
+ * place of SiLU; of gate x and up x with their biases and within their limits. Without a gate (no codes) y = max(0,
+ * up x)^2 / HIDDEN_SCALE. Entry 0: routed experts, times the router's weight and the expert's scale of the down
+ * matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense layer, y (n_tok, n_ff). Entry 1: the shared expert,
+ * times its weight, y (n_tok, n_ff). */
 struct glu_args {
     struct device_matrix gate[2], up[2];
     struct glu glu[2];
@@ -2430,7 +2462,9 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS / 2), gate_scale, bias[r]);
         float u = fmaf(gemv_sum<NT>(red, threadIdx.x, GEMV_WARPS / 2, GEMV_WARPS / 2), up_scale, bias[TILE_ROWS + r]);
         if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
-        y = p.glu[entry].gate_cap > 0 ? glu_capped(p.glu[entry], g, u) : silu_mul(g, u);
+        y = p.glu[entry].gate_cap > 0 ? glu_capped(p.glu[entry], g, u)
+            : p.glu[entry].gelu       ? gelu_mul(g, u)
+                                      : silu_mul(g, u);
     } else {
         y = relu_square(fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS), up_scale, bias[TILE_ROWS + r]));
     }
@@ -3225,17 +3259,17 @@ DEVICE uint32_t keep(uint32_t x) {
     return x;
 }
 
-/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE; with biases, and GLU within its
- * limits. A warp computes 32 rows x 64 tokens; with GLU 16 rows of each matrix, so that a lane has both factors. A
- * block computes 32 WM rows x 64 WN tokens, of which `count` exist. The WN warps side by side share the tokens evenly,
- * and a warp computes only the n8-tiles that it needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch),
- * block: 32 WM WN. Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64
- * WN * 64 multiplications. Limit: the rate of mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile
- * is 64 MMAs, 512 clocks of a quarter SM. Beside them: 340 other instructions for FP4 (180 of them dequantize), 170 for
- * F16, and 18 to 24 loads from shared memory that take 70 clocks of the SM; 60 more where the tile is not full. Expect
- * 50 to 60 % of the MMA rate. With up to 16 tokens an expert the limit is dequantization or the bandwidth of the
- * weights. A4: 16 MMAs of 16 clocks (SM120), 125 other instructions, 36 bytes a row or token. Limit: the rate of L2,
- * then that of the MMA. */
+/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE, or what struct glu says in place
+ * of SiLU; with biases, and GLU within its limits. A warp computes 32 rows x 64 tokens; with GLU 16 rows of each
+ * matrix, so that a lane has both factors. A block computes 32 WM rows x 64 WN tokens, of which `count` exist. The
+ * WN warps side by side share the tokens evenly, and a warp computes only the n8-tiles that it needs, in pairs (Q8:
+ * singly). Grid: (row blocks, token tiles, batch), block: 32 WM WN. Bytes of a k-tile from L2: 32 WM * (36 FP4, 68
+ * Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications. Limit: the rate of mma.sync (sm_90:
+ * 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a quarter SM. Beside them: 340
+ * other instructions for FP4 (180 of them dequantize), 170 for F16, and 18 to 24 loads from shared memory that take
+ * 70 clocks of the SM; 60 more where the tile is not full. Expect 50 to 60 % of the MMA rate. With up to 16 tokens
+ * an expert the limit is dequantization or the bandwidth of the weights. A4: 16 MMAs of 16 clocks (SM120), 125 other
+ * instructions, 36 bytes a row or token. Limit: the rate of L2, then that of the MMA. */
 template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
 __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
@@ -3447,6 +3481,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
             }
             if (GLU && keep(__float_as_uint(p.glu.gate_cap))) {
                 UNROLL for (int q = 0; q < 4; q++) v[q] = glu_capped(p.glu, v[q], u[q]) / HIDDEN_SCALE;
+            } else if (GLU && keep((uint32_t)p.glu.gelu)) {
+                UNROLL for (int q = 0; q < 4; q++) v[q] = gelu_mul(v[q], u[q]) / HIDDEN_SCALE;
             } else if (GLU) {
                 UNROLL for (int q = 0; q < 4; q++) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
             }
@@ -4033,6 +4069,7 @@ struct rope_args {
     struct cache_tensor kp, vp;
     int n_head, n_head_kv, d, q_head, dv, rope, latent, nope;
     float eps;
+    bool v_norm;      /* a head's values are divided by their root mean square */
     float temp_scale; /* of struct attn */
     int temp_length;
 };
@@ -4044,7 +4081,12 @@ DEVICE float query_factor(const struct rope_args &p, int t) {
     return 1 + p.temp_scale * log1pf((float)(pos / p.temp_length));
 }
 
-enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
+enum {
+    HEAD_MAX = GPU_HEAD, /* values of a head of grouped-query attention, */
+    WIDE_MAX = 512,      /* of one that is wide */
+    HEAD_PER = HEAD_MAX / 32,
+    WIDE_PER = WIDE_MAX / 32
+};
 #define ATTN_LOG2_E 1.44269504f
 
 /* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's
@@ -4091,28 +4133,36 @@ DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     float x[PER];
     src += (size_t)i * n;
     if (v) {
-        UNROLL for (int j = 0; j < PER; j++) x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+        float ss = 0;
+        UNROLL for (int j = 0; j < PER; j++) {
+            x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+            ss = fmaf(x[j], x[j], ss);
+        }
+        const float f = p.v_norm ? rsqrtf(warp_sum(ss) / (float)n + p.eps) : 1.0f;
+        UNROLL for (int j = 0; j < PER; j++) x[j] *= f;
     } else {
         rope_head<PER>(p, src, p.k_norm, n, t, x);
     }
     cache_store<PER, FORM>(to, (size_t)row, i * n, i, n, x);
 }
 
-/* GQA in prefill: norm and rotation of the heads of q and k; k and v go to the cache. In decode attention does it.
- * Grid: (ceil((heads of q, k and v) / 4), n_tok), block: 128, one warp per head of at most 256. Reads q, k, v once. */
+/* GQA in prefill: norm and rotation of the heads of q and k, norm of v; k and v go to the cache. In decode attention does
+ * it, unless heads are wide or keys are chosen.
+ * Grid: (ceil((heads of q, k and v) / 4), n_tok), block: 128, one warp per head of at most 32 PER. Reads q, k, v once. */
+template <int PER>
 __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), t = blockIdx.y;
     if (h >= p.n_head + 2 * p.n_head_kv) return;
     if (h >= p.n_head) {
-        gqa_store<HEAD_PER>(p, t, (h - p.n_head) % p.n_head_kv, h >= p.n_head + p.n_head_kv);
+        gqa_store<PER>(p, t, (h - p.n_head) % p.n_head_kv, h >= p.n_head + p.n_head_kv);
         return;
     }
-    float x[HEAD_PER];
-    rope_head<HEAD_PER>(p, p.q + (size_t)t * p.q_stride + (size_t)h * p.q_head, p.q_norm, p.d, t, x);
+    float x[PER];
+    rope_head<PER>(p, p.q + (size_t)t * p.q_stride + (size_t)h * p.q_head, p.q_norm, p.d, t, x);
     const float f = query_factor(p, t);
-    UNROLL for (int j = 0; j < HEAD_PER; j++) if (lane + 32 * j < p.d)
+    UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < p.d)
         p.q16[((size_t)t * p.n_head + h) * p.d + lane + 32 * j] = clamped_f16(x[j] * f);
 }
 
@@ -5194,36 +5244,48 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
 }
 
 /* ============================================================================================================
- * Attention: latents
+ * Attention: latents, wide heads
  *
- * attn_mla_kernel: absorbed latent attention, and attention of one KV head.
+ * attn_mla_kernel: absorbed latent attention, attention of one KV head, and of grouped queries with wide heads.
  * ============================================================================================================ */
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
  * [latent | rotated], values are the latents. ROPE 0: keys are values, and a list of chosen keys has pools.
- * KEYS_ONE_KV: attention of one KV head, with ROPE 0.
+ * KEYS_ONE_KV: attention of one KV head, with ROPE 0. KEYS_APART: grouped-query attention of wide heads, with ROPE 0.
  * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 or 64 keys. Scores: a warp takes half of the
  * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
  * weights itself and multiplies them by its own 1/8 of the value columns.
  * Reads keys * (LAT + 2 ROPE + 4 LAT / 128) bytes (FP8) per row tile. 16 rows: limited by that (some 970 instructions
- * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) multiplications per key. */
-template <int LAT, int ROPE, int FP8, int MT>
+ * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) multiplications per key.
+ * KEYS_APART, heads of 512: attn_gqa_decode would need 384 registers a thread for a warp's queries and sums; here a warp
+ * has half of the queries and an eighth of the sums, 96. Tiles of keys and of values take turns in the slots. A tile is
+ * 16 KB in FP8 and 32 KB in BF16: 4 slots or 2 fit the 99 KB of a block on SM120 beside 31 KB of scores and queries. So
+ * 48 or 32 KB are in flight per SM, enough for 4 TB/s on 132 SMs. Reads keys * (K + V) values per row tile. 32 rows:
+ * limited by L2, 32 multiplications a byte (FP8; BF16: 16). */
+template <int LAT, int ROPE, int FP8, int MT, bool APART = false>
 struct attn_mla {
-    static constexpr int KEYS = 32, DEPTH = FP8 ? 3 : 2; /* the same for both MT: so are a row's bits */
+    static constexpr int KEYS = 32,
+                         DEPTH = (FP8 ? 3 : 2) + (FP8 && APART); /* the same for both MT: so are a row's bits */
     static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, SLOT = KEYS * (ROW + ROPE_ROW);
     static constexpr bool Q_FITS = LAT < 512 || MT == 1; /* Q fits in registers */
     static constexpr int Q_SHARED = Q_FITS ? 0 : 8 + 2 * FP8;
-    static constexpr int GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP, SCALES = FP8 ? KEYS * GROUPS : 0;
+    /* scales of a key: of each group of latents; APART: of the key and, KEYS further on, of its values */
+    static constexpr int GROUPS = APART ? 1 : (LAT + ATTN_GROUP - 1) / ATTN_GROUP;
+    static constexpr int SCALES = FP8 ? KEYS * GROUPS * (1 + APART) : 0;
     static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
     /* Q comes through the last Q_SLOTS slots, where a row is a multiple of 128 bytes. */
     static constexpr int Q_SLOTS = (16 * MT * (LAT + ROPE) * 2 + SLOT - 1) / SLOT;
     static constexpr bool Q_STAGED = (LAT + ROPE) % 64 == 0 && Q_SLOTS < DEPTH;
     static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
+    static_assert(SMEM <= 101376, "shared memory of SM120");
 };
-enum { KEYS_ALL, KEYS_CHOSEN, KEYS_ONE_KV }; /* KEYS_OF: those of a split, a list's, a window and compressed ones */
+/* KEYS_OF: those of a split, a list's, a window and compressed ones, those of a split apart from their values */
+enum { KEYS_ALL, KEYS_CHOSEN, KEYS_ONE_KV, KEYS_APART };
 template <int LAT, int ROPE, int FP8, int MT, int KEYS_OF>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
-    using L = attn_mla<LAT, ROPE, FP8, MT>;
+    constexpr bool APART = KEYS_OF == KEYS_APART;
+    constexpr int TILES = 1 + APART; /* of a step: keys and values */
+    using L = attn_mla<LAT, ROPE, FP8, MT, APART>;
     constexpr int KEYS = L::KEYS, DEPTH = L::DEPTH, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
     /* A chunk is what 4 lanes load at once: 4 RUN latents, or 4 RRUN values of the rotated part. A warp takes HALF of
      * the CHUNKS and RHALF of the RCHUNKS, which are STEPS and RSTEPS k16-steps. ES: bytes of a latent. */
@@ -5243,12 +5305,16 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
-    int slice = warp * PER_WARP, group = slice * 32 / ATTN_GROUP;
+    int slice = warp * PER_WARP, group = APART ? 0 : slice * 32 / ATTN_GROUP;
 
     auto copy = [&](int i) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
-        int key = w.begin + i * KEYS;
-        if constexpr (ONE_KV) {
+        int key = w.begin + i / TILES * KEYS;
+        if constexpr (APART) {
+            if (i < 2 * n)
+                kv_copy<ROW, KEYS, 256>(to, i & 1 ? a.v : a.k, w.kvh * ROW, key, attn_back<false>(w, key), 0, w.end,
+                                        tid);
+        } else if constexpr (ONE_KV) {
             if (i < n) kv_gather_csa<ROW, KEYS, 256>(to, a, w, key, tid);
         } else if (i < n && CHOSEN) {
             kv_gather<ROW, KEYS, 256, POOLS>(to, a.k, 0, w, key, tid);
@@ -5271,6 +5337,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
             return kv_scale(a.k, w.k.at(attn_chosen<POOLS>(w, key)), 0, tid % GROUPS, 0, INT_MAX);
         const int first = w.begin + i * KEYS, back = CHOSEN ? first - w.k.at(first) : attn_back<false>(w, first);
+        if (APART)
+            return FP8 && tid < L::SCALES ? kv_scale(tid < KEYS ? a.k : a.v, first + tid % KEYS, back, w.kvh, 0, w.end)
+                                          : 0.0f;
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, back, tid % GROUPS, 0, w.end) : 0.0f;
     };
     /* Q in shared memory: rows of WIDTH halves, whose pieces are permuted so that 8 lanes meet in no bank. */
@@ -5333,13 +5402,13 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY;
 
     for (int i = 0; i < n; i++) {
-        const uint8_t *tile = smem + i % DEPTH * L::SLOT, *rope = tile + KEYS * ROW;
-        /* (KEYS, GROUPS), double-buffered: slower warps may still read the other one. */
+        const uint8_t *tile = smem + TILES * i % DEPTH * L::SLOT, *rope = tile + KEYS * ROW;
+        /* (KEYS, GROUPS) or (2, KEYS), double-buffered: slower warps may still read the other one. */
         float *scale = scale_tiles + (i & 1) * L::SCALES;
         if (FP8 && tid < L::SCALES) scale[tid] = next; /* SCALES <= 256 */
         cp_async_wait<DEPTH - 2>();
         __syncthreads(); /* tile i and its scales have landed; all warps are done with the tile and the scores before */
-        copy(i + DEPTH - 1);
+        copy(TILES * i + DEPTH - 1);
         next = scales(i + 1);
 
         UNROLL for (int b = 8 * nt; b < KEYS; b += 32) { /* the warp's keys */
@@ -5348,7 +5417,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 int c = half * HALF + k;
                 if (CHUNKS % 2 && c >= CHUNKS) continue; /* the second half has one chunk less */
                 auto h = kv_values<FP8, RUN>(tile + kv_at<ROW>(b + g, (4 * c + t) * RUN * ES));
-                const float *f = scale + (b + 2 * t) * GROUPS + c * 4 * RUN / ATTN_GROUP;
+                const float *f = scale + (b + 2 * t) * GROUPS + (APART ? 0 : c * 4 * RUN / ATTN_GROUP);
                 float f0 = FP8 ? f[0] : 1;
                 float f1 = FP8 ? f[GROUPS] : 1;
                 UNROLL for (int j = 0; j < MT; j++) {
@@ -5369,7 +5438,12 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 *(float2 *)to = make_float2(w.factor * s[j][2 * r], w.factor * s[j][2 * r + 1]);
             }
         }
-        __syncthreads(); /* the scores of both halves are written */
+        if (APART) cp_async_wait<DEPTH - 2>();
+        __syncthreads(); /* the scores of both halves are written; APART: the values have landed, the keys are read */
+        if (APART) {
+            copy(TILES * i + DEPTH);
+            tile = smem + (TILES * i + 1) % DEPTH * L::SLOT;
+        }
 
         bool all = w.begin + (i + 1) * KEYS <= w.seen;
         uint32_t p[KEYS / 16][MT][4];
@@ -5388,7 +5462,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             UNROLL for (int k = 0; k < KEYS / 16; k++) {
                 float f[4];
                 UNROLL for (int y = 0; y < 4; y++) {
-                    int at = (16 * k + (y >> 1) * 8 + 2 * t + (y & 1)) * GROUPS + group;
+                    int at = (16 * k + (y >> 1) * 8 + 2 * t + (y & 1) + (APART ? KEYS : 0)) * GROUPS + group;
                     f[y] = FP8 && slice < SLICES ? attn_v_factor(scale[at]) : ATTN_P;
                 }
                 attn_weights(p[k][j], x[2 * k], x[2 * k + 1], f);
@@ -5404,10 +5478,11 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
             const int col = 32 * (slice + u) + 4 * attn_four(2 * t + (e & 1));
-            if (slice + u < SLICES) attn_store<ONE_KV, false, ONE_KV>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
+            if (slice + u < SLICES)
+                attn_store<ONE_KV || APART, APART, ONE_KV>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
-    if (ONE_KV && w.n_split > 1 && a.arrived) attn_join<LAT, 32, true>(a, w, (float *)smem);
+    if ((ONE_KV || APART) && w.n_split > 1 && a.arrived) attn_join<LAT, 32, ONE_KV>(a, w, (float *)smem);
 }
 
 /* Returns the byte of 16-byte piece c of row `row` in an f16 tile, permuted so that the 8 rows of a matrix use
@@ -5779,7 +5854,7 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
 __host__ __device__ constexpr bool attn_chooses(int dk, int dv) { return dk == dv && (dk == 64 || dk == 128); }
 
 /* The same over blocks of a few keys. */
-__host__ __device__ constexpr bool attn_chooses_few(int dk, int dv) { return dk == dv && dk >= 64; }
+__host__ __device__ constexpr bool attn_chooses_few(int dk, int dv) { return dk == dv && dk >= 64 && dk <= HEAD_MAX; }
 
 /* The same with a bias by distance. */
 __host__ __device__ constexpr bool attn_biased(int dk, int dv) { return dk == dv && dk <= 128; }
@@ -5809,6 +5884,15 @@ static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s)
     else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
 }
 
+/* Grouped-query attention of wide heads, for which k_rope_gqa has made queries and new rows. */
+template <int D, int FP8>
+static void attn_run_wide(const struct attn_args *a, int prefill, cudaStream_t s) {
+    const int rows = a->n_head / a->n_head_kv * (a->batch.several ? 1 : a->n_tok); /* that share keys */
+    if (prefill || rows > 16)
+        attn_run(a, attn_mla_kernel<D, 0, FP8, 2, KEYS_APART>, 32, 256, attn_mla<D, 0, FP8, 2, true>::SMEM, s);
+    else attn_run(a, attn_mla_kernel<D, 0, FP8, 1, KEYS_APART>, 16, 256, attn_mla<D, 0, FP8, 1, true>::SMEM, s);
+}
+
 template <int D, int FP8>
 static void attn_run_csa(const struct attn_args *a, int, cudaStream_t s) {
     if constexpr (D > 64) {
@@ -5835,6 +5919,7 @@ static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
         {ATTN_GQA, 128, 128, {attn_run_gqa<128, 128, 0>, attn_run_gqa<128, 128, 1>}},
         {ATTN_GQA, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
         {ATTN_GQA, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
+        {ATTN_GQA, 512, 512, {attn_run_wide<512, 0>, attn_run_wide<512, 1>}},
         {ATTN_MLA, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
         {ATTN_MLA, 512, 512, {attn_run_mla<512, 0, 0>, attn_run_mla<512, 0, 1>}},
         {ATTN_MLA, 128, 128, {attn_run_mla<128, 0, 0>, attn_run_mla<128, 0, 1>}},
@@ -8831,7 +8916,8 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     const enum act to = streams || r->m->n_res ? A_HC : out;
     float *x = c->x32[to];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
-               batch_of(r), x, (size_t)r->width[to], max(streams, 1), s->norm, r->m->rms_eps, ropes);
+               batch_of(r), x, (size_t)r->width[to], max(streams, 1), r->m->embd_scale > 0 ? r->m->embd_scale : 1.0f,
+               s->norm, r->m->rms_eps, ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const int n = hidden_width(r->m);
@@ -8971,7 +9057,15 @@ static void cuda_add_result(struct rank *r, const struct step *s) {
     partials_sum(r, s->in[0], 1);
     a.x = c->x32[s->x];
     a.partial = c->x32[s->in[0]];
+    if (s->in[1] != ACT_COUNT) {
+        const struct layer *layer = &r->m->layers[s->il];
+        partials_sum(r, s->in[1], 1);
+        a.more = c->x32[s->in[1]];
+        a.part[0] = layer->post_ffw_norm_1;
+        a.part[1] = layer->post_ffw_norm_2;
+    }
     a.result = s->result;
+    a.scale = s->scale;
     a.weight = s->norm;
     a.h16 = c->x16[A_H];
     a.h32 = c->x32[A_H];
@@ -9255,9 +9349,11 @@ static void prefetch_add(struct rank *r, struct l2_prefetch *a, const struct wei
 static struct l2_prefetch prefetch_of_ffn(struct rank *r, const struct step *s) {
     struct l2_prefetch a = {};
     const struct model *m = r->m;
-    if (s[1].op == OP_linear)
-        for (int i = 0; s[1].w[i]; i++) prefetch_add(r, &a, s[1].w[i]);
-    else if (s[1].il != s->il + 1 && m->shard.stage + 1 == m->shard.n_stage && !m->hc_low)
+    const struct step *next = s + 1;
+    while (next->op == OP_add_result) next++;
+    if (next->op == OP_linear)
+        for (int i = 0; next->w[i]; i++) prefetch_add(r, &a, next->w[i]);
+    else if (next->il != s->il + 1 && m->shard.stage + 1 == m->shard.n_stage && !m->hc_low)
         prefetch_add(r, &a, s->il < m->n_layer ? &m->output : mtp_head(m, &m->layers[s->il]));
     return a;
 }
@@ -9491,6 +9587,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.nope = layer_nope(m, layer);
     p.latent = shape.kv_lora;
     p.eps = m->rms_eps;
+    p.v_norm = shape.v_norm;
     p.temp_scale = shape.temp_scale;
     p.temp_length = shape.temp_length;
     p.q_rope = c->q_absorbed;
@@ -9617,8 +9714,8 @@ static void cuda_attention(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
     struct attn_args a = {};
     a.rope = rope_of(r, il, q, k);
-    a.rope.v = c->x32[v];
-    a.rope.v_stride = (size_t)r->width[v];
+    a.rope.v = c->x32[shape.v_is_k ? k : v];
+    a.rope.v_stride = (size_t)r->width[shape.v_is_k ? k : v];
     a.softplus = layer->head_gate == GATE_SOFTPLUS;
     if (layer->attn.q_gate) {
         a.gate = c->x32[q] + shape.head_k; /* after each head's query */
@@ -9632,11 +9729,12 @@ static void cuda_attention(struct rank *r, const struct step *s) {
     }
     choose_keys(r, shape, &a);
     if (decode) a.arrived = c->attn_arrived;
-    if (!decode || a.top_k) {
+    if (!decode || a.top_k || gpu_wide(&shape)) {
         if (layer->qk_norm == QK_NORM_HEADS)
             profile_next(8.0 * shape.head_k, "%d heads of %d", shape.n_head, shape.head_k);
-        LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
-                   c->stream, a.rope);
+        const dim3 grid(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok);
+        if (gpu_wide(&shape)) LAUNCH_PDL(k_rope_gqa<WIDE_PER>, grid, 128, 0, c->stream, a.rope);
+        else LAUNCH_PDL(k_rope_gqa<HEAD_PER>, grid, 128, 0, c->stream, a.rope);
     }
     a.prefetch = prefetch_of_mixer(r, s, 1);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
@@ -10061,6 +10159,15 @@ static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint1
                out + (size_t)n_e * (size_t)n_in);
 }
 
+/* The feed-forwards that a step runs: those of its layer, or where they are parts the dense one or the experts. Returns
+ * how many. */
+static int step_ffns(const struct rank *r, int il, bool dense, struct ffn_weights out[2]) {
+    const int n = layer_ffns(&r->m->layers[il], out);
+    if (!layer_parts(r->m, &r->m->layers[il])) return n;
+    if (dense) out[0] = out[1];
+    return 1;
+}
+
 /* How the feed-forward of a layer whose first matrix is `gate` joins gate and up. */
 static struct glu ffn_glu(const struct layer *layer, const struct weight *gate) {
     return gate == &layer->gate ? layer->glu : layer->sh_glu;
@@ -10221,7 +10328,7 @@ static void latent_rows(struct rank *r, const struct weight *w, const uint16_t *
     gemm_prefill(&g, 0, r->cuda->stream);
 }
 
-/* The feed-forwards of a layer in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
+/* The feed-forwards of a step in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
  * routed experts, of which `held` are on the GPU; 0: the CPU computes them. */
 static void ffn_decode(struct rank *r, int il, bool routed, int held, int first, int n, enum act x, enum act out) {
     struct cuda *c = r->cuda;
@@ -10230,7 +10337,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
     const bool latent = layer->n_latent && held;
     struct ffn_weights ffns[2];
     struct glu_args u = {};
-    u.n_entry = layer_ffns(layer, ffns);
+    u.n_entry = step_ffns(r, il, !routed, ffns);
     u.n_tok = n;
     for (int i = 0; i < u.n_entry; i++) {
         const enum act from = latent && !i ? A_LATENT : x;
@@ -10289,7 +10396,8 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
 /* A layer's routed experts in decode by the CPU, and the shared one. Ranks of a stage but the first add nothing. */
 static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    const bool shared = r->m->layers[il].sh_up.data != NULL;
+    struct ffn_weights ffns[2];
+    const bool shared = step_ffns(r, il, false, ffns) > 1;
     struct ask_args a = {};
     if (r->question) {
         a.p = tp_rank_of(r);
@@ -10445,12 +10553,11 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     LAUNCH_PDL(k_tiles, 1, EXPERTS_MAX, 0, c->stream, s, (int)TN);
     const enum act in = layer->n_latent ? A_LATENT : x; /* what routed experts read */
     const int n = layer->n_latent ? layer->n_latent : r->width[out];
-    const bool shared = layer->sh_up.data != NULL;
+    struct ffn_weights ffns[2];
+    const bool shared = step_ffns(r, il, false, ffns) > 1;
     if (shared) dense_ffn_prefill(r, il, 1, x, out);
     if (layer->n_latent)
         latent_rows(r, &layer->latent_down, c->x16[x], (size_t)r->width[x], r->n_tok, c->x16[in], false);
-    struct ffn_weights ffns[2];
-    layer_ffns(layer, ffns);
     struct gemm_args g = {};
     const bool gated = ffn_products(layer, &ffns[0], &g);
     g.x = c->x16[in];
@@ -10498,18 +10605,27 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     combine(NULL, 1, true); /* expert_out is divided by HIDDEN_SCALE, as the sum was */
 }
 
+/* What the experts of a feed-forward in parts read, in halves, and what their router reads, in F32: both in the slot
+ * in[0], so that in[1] has no memory here. */
+static void parts_norm(struct rank *r, const struct step *s, const float *router) {
+    struct norm_args a = norm_of(r, r->cuda->x32[s->x], r->n_tok, r->width[s->x], NULL, s->norm, s->in[0]);
+    a.weight32 = router;
+    add_norm<PARTIAL_OWN>(&a, (unsigned)r->n_tok, r->cuda->stream);
+}
+
 static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
-    const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats, routed = layer->n_expert && !s->dense;
     struct norm_input norm = {};
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0]);
-    else if (s->norm && decode && layer->n_expert && norm_fuses(r, s->x, s->partial) &&
-             decode_group(r, s->il) == r->n_tok)
+    else if (s->norm && decode && routed && norm_fuses(r, s->x, s->partial) && decode_group(r, s->il) == r->n_tok)
         norm = norm_input_of(r, s->x, s->partial, s->norm);
+    else if (s->in[1] != ACT_COUNT) parts_norm(r, s, layer->router_norm);
     else if (s->norm) norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
-    if (layer->n_expert) moe_ffn(r, s, norm);
+    if (norm.x && s->in[1] != ACT_COUNT) norm.weight = layer->router_norm, norm.weight16 = s->norm;
+    if (routed) moe_ffn(r, s, norm);
     else if (decode) ffn_decode(r, s->il, false, 0, 0, r->n_tok, s->in[0], s->out[0]);
-    else dense_ffn_prefill(r, s->il, 0, s->in[0], s->out[0]);
+    else dense_ffn_prefill(r, s->il, s->dense, s->in[0], s->out[0]);
 }
 
 /* ============================================================================================================
@@ -11495,7 +11611,8 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
     struct attn same = *a; /* layers may share the choice of an indexer before them */
     same.n_index = shape.n_index;
     if (why[0] || !a->n_head) return;
-    if (!attn_find(kind, dk, dv, 0) || (!shared && (a->head_k > HEAD_MAX || a->head_v > HEAD_MAX)))
+    const int most = kind == ATTN_GQA ? (int)WIDE_MAX : (int)HEAD_MAX;
+    if (!attn_find(kind, dk, dv, 0) || (!shared && (a->head_k > most || a->head_v > most)))
         snprintf(why, ERR_MAX,
                  "attention with keys of %d and values of %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,
                  il);
@@ -11527,6 +11644,8 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
             "attention over chosen blocks of %d keys with heads of %d and %d (layer %d) is not supported on a GPU; "
             "use --cpu",
             a->index_block, dk, dv, il);
+    else if (kind == ATTN_GQA && gpu_wide(a) && a->window)
+        snprintf(why, ERR_MAX, "a window with heads of %d (layer %d) is not supported on a GPU; use --cpu", dk, il);
     else if (layer->mixer == MIXER_REL && !attn_biased(dk, dv))
         snprintf(why, ERR_MAX,
                  "a bias by distance with heads of %d and %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,

@@ -392,7 +392,7 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_mamba         pair_delta(r, "mamba", s->il, s->out[0])
 #define PAIR_IN_norm_ffn       pair_in_step(r, s)
 #define PAIR_OUT_norm_ffn      pair_out_ffn(r, s)
-#define PAIR_IN_add_result     pair_in(r, (const enum act[]){s->x, s->in[0], ACT_COUNT})
+#define PAIR_IN_add_result     pair_in(r, (const enum act[]){s->x, s->in[0], s->in[1], ACT_COUNT})
 #define PAIR_OUT_add_result    pair_out_add_result(r, s)
 #define PAIR_IN_last_reduce    pair_in_step(r, s)
 #define PAIR_OUT_last_reduce   pair_out_last_reduce(r, s)
@@ -756,6 +756,9 @@ static void test_cuda_operations(void) {
                                         "qwen2_nvfp4",
                                         "glm4",
                                         "glm4_nvfp4",
+                                        "gemma4",
+                                        "gemma4_nvfp4",
+                                        "gemma4_dense",
                                         "qwen3_5_nvfp4",
                                         "qwen3_5_moe",
                                         "qwen3_5_moe_text",
@@ -1029,10 +1032,9 @@ static void test_cuda_sample(void) {
 
 /* ---- whole models ---- */
 
-/* Whether kernels run a fixture: there are none for Gemma 4, nor for short convolutions of other than four taps, see
+/* Whether kernels run a fixture: there are none for short convolutions of other than four taps, see
  * test_cuda_refusals. */
 static bool gpu_runs(const struct model *m) {
-    if (m->embd_scale > 0) return false;
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].mixer == MIXER_DELTA && m->layers[il].delta.n_conv != 4) return false;
     return true;
@@ -2211,6 +2213,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("qwen4_exp", &stages, 1, 60);
     layouts_agree("nemotron_h", &stages, 1, 40);
     layouts_agree("glm4", virtual, 3 + nccl, 20);
+    layouts_agree("gemma4", &stages, 1, 20);
+    layouts_agree("gemma4_dense", virtual, 1, 20);
     synth_agrees(&rel_shapes[0], &virtual[0], 50);
     synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&ngram_shapes[0], &virtual[0], 50);
@@ -2407,8 +2411,9 @@ static void test_cuda_resize(void) {
     static const struct {
         const char *name;
         enum kv_type kv;
-    } of[] = {{"qwen3moe", KV_FP8},   {"qwen3_5_moe", KV_BF16},  {"deepseek_v32", KV_BF16}, {"deepseek_v4", KV_BF16},
-              {"glm5_next", KV_BF16}, {"inkling2_loop", KV_FP8}, {"glm4", KV_FP8},          {"qwen4_exp", KV_FP8}};
+    } of[] = {{"qwen3moe", KV_FP8},     {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16},
+              {"deepseek_v4", KV_BF16}, {"glm5_next", KV_BF16},   {"inkling2_loop", KV_FP8},
+              {"glm4", KV_FP8},         {"qwen4_exp", KV_FP8},    {"gemma4", KV_FP8}};
     static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
     for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
         struct model m;
@@ -2574,6 +2579,8 @@ void cuda_test_parallel(void) {
         {"inkling2_nvfp4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"inkling2_loop", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
         {"glm4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"gemma4", NULL, 1, 1, KV_BF16, 4, 0, cuda_parallel_open, 0, false, 1},
+        {"gemma4_nvfp4", NULL, 1, 2, KV_FP8, 3, 150, cuda_parallel_open, 64, true, 0},
         {"qwen4_exp", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
         {"qwen4_exp", NULL, 1, 2, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"qwen4_exp", NULL, 1, 1, KV_FP8, 4, 330, cuda_parallel_open, 256, true, 2},
@@ -2644,7 +2651,8 @@ static void test_cuda_batches(void) {
         {"kimi_linear", KV_FP8, &one},       {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},
         {"nemotron_h_nvfp4", KV_BF16, &one}, {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two},
         {"inkling2_loop", KV_FP8, &one},     {"inkling2_nvfp4", KV_BF16, &one},    {"glm4", KV_BF16, &two},
-        {"qwen4_exp", KV_FP8, &one},         {"qwen4_exp", KV_BF16, &one}};
+        {"qwen4_exp", KV_FP8, &one},         {"qwen4_exp", KV_BF16, &one},         {"gemma4", KV_FP8, &one},
+        {"gemma4_nvfp4", KV_BF16, &one},     {"gemma4_dense", KV_BF16, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -3039,8 +3047,9 @@ static void stats_agree(const struct model *m, const char *name, const int32_t *
 }
 
 static void test_cuda_stats(void) {
-    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe", "nemotron_h", "qwen4_exp"};
-    for (int f = 0; f < 5; f++) {
+    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe",
+                                        "nemotron_h",  "qwen4_exp",      "gemma4"};
+    for (int f = 0; f < (int)(sizeof names / sizeof *names); f++) {
         struct model m;
         char path[256];
         size_t n_ids;
@@ -3186,6 +3195,81 @@ static void test_cuda_feed_forwards(void) {
     }
 }
 
+/* Feed-forwards in parts, heads of two sizes, GELU, norms of values: wide heads in groups as the release has them; rows of
+ * experts whose router norms them and others; rows that k_add_result<8> and <16> hold; layers without experts. All
+ * experts are chosen: rounding must not turn a choice. */
+#define PART_KEYS                                                                                        \
+    "block_count=2 attention.sliding_window=24 attention.sliding_window_pattern=1,0 rope.freq_base=1e6 " \
+    "rope.freq_base_swa=10000 feed_forward_length=192 final_logit_softcapping=6 vocab_size=200 "         \
+    "context_length=1024 "
+#define PART_EXPERTS "expert_count=4 expert_used_count=4 expert_feed_forward_length=128 "
+#define PART_SMALL                                                                                          \
+    "attention.head_count=2 attention.head_count_kv=2,1 attention.key_length=64 attention.value_length=64 " \
+    "attention.key_length_swa=32 attention.value_length_swa=32 rope.dimension_count=64 rope.dimension_count_swa=32 "
+static const struct synth part_shapes[] = {
+    {"heads of 512", "gemma4",
+     .keys = PART_KEYS PART_EXPERTS
+     "embedding_length=128 attention.head_count=8 attention.head_count_kv=4,1 attention.key_length=512 "
+     "attention.value_length=512 attention.key_length_swa=256 attention.value_length_swa=256 rope.dimension_count=512 "
+     "rope.dimension_count_swa=256"},
+    {"without experts", "gemma4", .keys = PART_KEYS PART_SMALL "embedding_length=128", .q8 = true},
+    {"long rows", "gemma4", .keys = PART_KEYS PART_EXPERTS PART_SMALL "embedding_length=4160"},
+    {"longer rows", "gemma4", .keys = PART_KEYS PART_EXPERTS PART_SMALL "embedding_length=8256"}};
+enum { PART_SHAPES = sizeof part_shapes / sizeof *part_shapes };
+
+/* Makes the model of a shape, whose vectors are not all 1 as those of --synth are. */
+static void part_make(struct model *m, const struct synth *shape) {
+    memset(m, 0, sizeof *m);
+    synth_make(m, shape, NULL, false);
+    for (int il = 0; il < m->n_layer; il++) {
+        struct layer *l = &m->layers[il];
+        const float **const rows[] = {&l->attn_norm,       &l->ffn_norm,        &l->post_attention_norm,
+                                      &l->post_ffw_norm,   &l->post_ffw_norm_1, &l->pre_ffw_norm_2,
+                                      &l->post_ffw_norm_2, &l->router_norm};
+        const int n_row = l->n_expert ? 8 : 4;
+        const size_t n = (size_t)m->n_embd;
+        float *w = xmalloc((8 * n + 1 + (size_t)l->n_expert) * sizeof *w), *more = w + 8 * n;
+        for (int k = 0; k < n_row; k++) {
+            for (size_t i = 0; i < n; i++)
+                w[(size_t)k * n + i] = 0.5f + (float)((7 * i + 3 * (size_t)k + (size_t)il) % 11) / 8;
+            *rows[k] = w + (size_t)k * n;
+        }
+        for (int e = 0; e < l->n_expert; e++) more[1 + e] = 0.5f + 0.25f * (float)e;
+        more[0] = 0.75f - 0.25f * (float)il;
+        l->out_scale = more;
+        if (l->n_expert) l->down.scale = more + 1;
+        arrput(m->owned, w);
+    }
+}
+
+void cuda_test_parts(void) {
+    static const int n[] = {17, 1, 9, 2, 3, 40, 0}, few[] = {17, 1, 2, 0};
+    cuda_test_begin(23);
+    for (int i = 0; i < PART_SHAPES; i++)
+        for (int kv = 0; kv < (i ? 1 : 2); kv++) {
+            struct model m;
+            part_make(&m, &part_shapes[i]);
+            pair_forwards(m.name, &m, kv ? KV_FP8 : KV_BF16, 128, 2, MOE_ACT_F16, i ? few : n);
+            model_free(&m);
+        }
+}
+
+/* The same, then whole forwards of the first shapes over ranks and in batches. */
+static void test_cuda_parts(void) {
+    cuda_test_parts();
+    for (int i = 0; i < 2; i++) {
+        struct model m;
+        part_make(&m, &part_shapes[i]);
+        logits_agree(&m, m.name, &one_rank, 1, 20, 1e-3);
+#ifdef SIMULATED
+        static const struct layout two = {"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true};
+        logits_agree(&m, m.name, &two, 1, 21, 1e-3);
+        batches_agree(m.name, &m, i ? &two : &one_rank, i ? KV_BF16 : KV_FP8, 101, 144);
+#endif
+        model_free(&m);
+    }
+}
+
 #ifdef SIMULATED
 /* Kernels of which the tests run less than 97 % of the instructions. */
 #define HOST_WAIT  "what a wait of more than 10 ms does, which tests of k_send_rows run"
@@ -3262,7 +3346,8 @@ static void test_cuda_decode_bench(void) {
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
-        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},
+        {"cuda/parts", test_cuda_parts}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
+        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
+        {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite},           \
+        {"cuda/nan", test_cuda_nan}, {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images},             \
+        {"cuda/forgotten", test_cuda_forgotten},

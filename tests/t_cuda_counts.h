@@ -53,6 +53,13 @@ static const struct count_case {
       "expert_count=4 expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 "
       "expert_weights_scale=1.5 vocab_size=2048 context_length=8192" STREAM_KEYS,
       .ff_type = GGUF_MXFP4}, KV_FP8, false},
+    {{"wide heads, feed-forwards in parts", "gemma4", .keys =
+      "block_count=2 embedding_length=2048 attention.head_count=16 attention.head_count_kv=8,2 "
+      "attention.key_length=512 attention.value_length=512 attention.key_length_swa=256 "
+      "attention.value_length_swa=256 attention.sliding_window=1024 attention.sliding_window_pattern=1,0 "
+      "rope.dimension_count=512 rope.dimension_count_swa=256 rope.freq_base=1e6 rope.freq_base_swa=10000 "
+      "feed_forward_length=512 expert_count=4 expert_used_count=2 expert_feed_forward_length=512 "
+      "final_logit_softcapping=30 vocab_size=2048 context_length=8192"}, KV_FP8, true},
 };
 /* clang-format on */
 enum {

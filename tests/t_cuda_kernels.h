@@ -251,18 +251,25 @@ struct matrix {
 struct glu_kind {
     struct glu (*make)(float limit) = NULL; /* NULL: without limits */
     double limit = 0;
+    bool gelu = false;
 };
 static double glu(const struct glu_kind &k, double g, double u) {
     const double clamped = fmax(-k.limit, fmin(u, k.limit));
     double y = g / (1 + exp(-g)) * u;
     if (k.make == glu_oai) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
     if (k.make == glu_silu_clamp) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
+    if (k.gelu) y = g / 2 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u;
     return y / (double)HIDDEN_SCALE;
 }
 static const char *glu_name(const struct glu_kind &k) {
+    if (k.gelu) return "GELU";
     return k.make == glu_oai ? "OAI" : k.make == glu_silu_clamp ? "clamped SiLU" : k.make ? "clamped" : "SiLU";
 }
-static struct glu glu_of(const struct glu_kind &k) { return k.make ? k.make((float)k.limit) : (struct glu){}; }
+static struct glu glu_of(const struct glu_kind &k) {
+    struct glu none = {};
+    none.gelu = k.gelu;
+    return k.make ? k.make((float)k.limit) : none;
+}
 
 /* Rows of tokens in halves, `stride` apart: what lies after n_in is NaN and must not be read. */
 struct tokens {
@@ -462,7 +469,8 @@ static void run_gemm_quads(enum gguf_type type, bool fp4, bool gated, int n_in) 
 
 extern "C" void cuda_test_gemm(void) {
     const bool fp4 = cuda_test_begin(1);
-    static const struct glu_kind oai = {glu_oai, 7}, low = {glu_oai, 0.75}, clamp = {glu_silu_clamp, 0.75};
+    static const struct glu_kind oai = {glu_oai, 7}, low = {glu_oai, 0.75}, clamp = {glu_silu_clamp, 0.75},
+                                 gelu = {NULL, 0, true};
     for (auto &type : matrix_types)
         for (int i = 0; i < 2; i++) {
             const bool gated = i;
@@ -524,6 +532,8 @@ extern "C" void cuda_test_gemm(void) {
                 {"OAI", type.type, a4 > 0, true, LIST, 5, 200, 72, {0, 1, 17, TN + 1, 40}, false, true, true, low});
             run_gemm({"clamped", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, true, true, clamp});
             run_gemm({"clamped, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {300}, false, false, false, clamp});
+            run_gemm({"GELU", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, false, true, gelu});
+            run_gemm({"GELU, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {70}, true, false, false, gelu});
             run_gemm({"weighted later",
                       type.type,
                       a4 > 0,
@@ -576,9 +586,10 @@ extern "C" void cuda_test_upload(void) {
             struct device_matrix d = w.d; /* some have no factors of their own */
             if (wide) d.scale = NULL;
             const double factor = wide ? 1 / (double)w.scale[0] : 1;
+            const float times = wide ? 1.0f : 53.0659966f; /* of every value: sqrt(2816) */
             const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
             LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, d, ids_d.p, batch_ref(b),
-                       x.p, (size_t)stride, copies, normed ? norm_d.p : NULL, 1e-6f, ropes);
+                       x.p, (size_t)stride, copies, times, normed ? norm_d.p : NULL, 1e-6f, ropes);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
             error_sum sum, angles;
@@ -587,7 +598,8 @@ extern "C" void cuda_test_upload(void) {
                 double squares = 0;
                 for (int k = 0; k < n_in; k++) squares += row[k] * row[k];
                 for (int k = 0; k < copies * n_in; k++) {
-                    const double to = normed ? norm[(size_t)k] / sqrt(squares / n_in + 1e-6) : factor / s.size;
+                    const double to = normed ? norm[(size_t)k] / sqrt(squares / n_in + 1e-6 / (times * times))
+                                             : factor * (double)times / s.size;
                     sum.add((double)got[(size_t)(i * stride + k)] / (normed ? 1 : s.size), row[k % n_in] * to);
                 }
                 for (int k = 0; k < n_half; k++) {
@@ -615,7 +627,7 @@ extern "C" void cuda_test_upload(void) {
     gpu_batch b(0, 130, 0);
     ids_d.arrive();
     LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, batch_ref(b), x.p, (size_t)224,
-               1, (const float *)NULL, 0.0f, rope_tables{});
+               1, 1.0f, (const float *)NULL, 0.0f, rope_tables{});
     finish("embedding");
     const std::vector<float> got = x.get();
     double worst = 0, largest = 0;
@@ -643,7 +655,7 @@ static void run_gemv(enum gguf_type type, int n_tok, int n_out, int n_in, bool n
     struct linear_args p = {};
     p.w[0] = w.d, p.y[0] = (float *)y.y.p, p.y_stride[0] = (size_t)stride, p.n_matrix = 1, p.n_tok = n_tok;
     p.x = xd, p.x_stride = x.stride;
-    if (norm) p.norm = {base_d, delta_d, weight_d, 1e-6f, n, sum_d, half}, p.x = NULL;
+    if (norm) p.norm = {base_d, delta_d, weight_d, 1e-6f, n, sum_d, half, NULL}, p.x = NULL;
     for (int t = 0; t < n_tok && norm; t++) {
         double ss = 0;
         for (int i = t * n; i < (t + 1) * n; i++) sums.push_back(base[(size_t)i] + partial[(size_t)i]);
@@ -798,6 +810,8 @@ extern "C" void cuda_test_gemv(void) {
         for (int n : {1, 3, 16}) {
             run_gemv_ffn(type.type, shared, n, 7, 4, 192, 192, 64, true, {glu_oai, 0.75}, {glu_silu_clamp, 0.5});
             run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {glu_silu_clamp, 0.75}, {});
+            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {NULL, 0, true}, {});
+            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {}, {NULL, 0, true});
         }
         run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192, true, {glu_oai, 7}, {});
     }
@@ -946,7 +960,7 @@ static void run_route(const struct route_case &c) {
     p.id = id, p.weight = weight;
     gpu_array<float> base_d(base), delta_d(partial), norm_d(norm), sum_d(x.size());
     gpu_array<uint16_t> half(x.size());
-    if (c.input) p.input = {base_d, delta_d, norm_d, 1e-6f, c.n_embd, sum_d, half}, p.x = NULL;
+    if (c.input) p.input = {base_d, delta_d, norm_d, 1e-6f, c.n_embd, sum_d, half, NULL}, p.x = NULL;
     p.prefetch.count = 1, p.prefetch.at[0] = (const uint8_t *)w32_d.p, p.prefetch.n[0] = 256;
     p.n_tok = c.n_tok, p.n_embd = c.n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
     p.n_group_used = c.n_group_used, p.gating = c.gating, p.norm = c.norm, p.factor = 2.5f;
@@ -1607,7 +1621,8 @@ static bool row_near(const struct cache_tensor &p, const double *got, const std:
 
 static void run_attention(const struct attn_case &c) {
     const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
-    const bool fused = !c.mla && !c.prefill && !c.top_k, q_gates = c.gates == Q_GATES,
+    const bool wide = !c.mla && c.dk > HEAD_MAX;
+    const bool fused = !c.mla && !c.prefill && !c.top_k && !wide, q_gates = c.gates == Q_GATES,
                values_gate = c.gates == SOFTPLUS_VALUES;
     test_cache k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8, c.ring);
     test_cache v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8, c.ring);
@@ -1664,8 +1679,8 @@ static void run_attention(const struct attn_case &c) {
         a.top_k = c.top_k, a.chosen = chosen_d, a.n_topk = (int)n_topk;
         while (1 << a.block_shift < c.block) a.block_shift++;
         a.block_mask = c.block - 1, a.block_end = BLOCK_END;
-        if (!c.mla && !c.prefill) a.arrived = arrived;
     }
+    if (!c.mla && !c.prefill) a.arrived = arrived;
     if (q_gates) {
         a.gate = q32.d + c.dk, a.gate_stride = (size_t)q32.stride, a.gate_head = 2 * c.dk;
     } else if (c.gates) {
@@ -1678,7 +1693,7 @@ static void run_attention(const struct attn_case &c) {
         if (!c.plain) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
         r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
         r.kp = k.p, r.vp = v.p, r.n_head = n_head, r.n_head_kv = c.n_kv, r.d = c.dk, r.q_head = q32.head, r.dv = c.dv;
-        r.rope = rope, r.eps = 1e-6f, a.arrived = arrived;
+        r.rope = rope, r.eps = 1e-6f;
         k.forget(c.pos, here), v.forget(c.pos, here);
     }
     q_d.arrive(), q32.d.arrive();
@@ -2052,9 +2067,24 @@ extern "C" void cuda_test_attention(void) {
                      prefill_toks[] = {17, 33, 70, 130};
     static const int splits[] = {1, 2, 64}, groups[] = {1, 2, 4, 5, 8, 16};
     static const int widths[][3] = {{0, 32, 32},   {0, 64, 64},   {0, 128, 128}, {0, 256, 256},
-                                    {1, 576, 512}, {1, 192, 128}, {1, 80, 64}};
+                                    {0, 512, 512}, {1, 576, 512}, {1, 192, 128}, {1, 80, 64}};
     run_attention_chosen();
     run_attention_long();
+    for (int kind = 0; kind < 4; kind++)
+        for (int n_kv : {2, 4}) /* heads of Gemma 4: of layers that see all keys, */
+            for (int n_tok : {1, 3, 16, 33}) {
+                struct attn_case c = {};
+                c.prefill = n_tok > DECODE_MAX_TOKENS, c.fp8 = kind & 1, c.dk = c.dv = 512, c.n_kv = n_kv, c.group = 8;
+                c.n_tok = n_tok, c.pos = n_tok == 1 ? 900 : 150, c.splits = kind & 2 ? 64 : 3, c.size = 1;
+                c.sinks = n_tok == 3;
+                if (n_kv == 2 || n_tok < 16) run_attention(c);
+            }
+    for (bool fp8 : {false, true}) { /* and of those with a window */
+        struct attn_case c = {};
+        c.fp8 = fp8, c.dk = c.dv = 256, c.n_kv = 8, c.group = 2, c.n_tok = 2, c.pos = 1500, c.splits = 64, c.size = 1;
+        c.window = 1024, c.ring = 1088;
+        run_attention(c);
+    }
     for (int kind = 0; kind < 8; kind++) {
         const int d = kind & 1 ? 64 : 512, n_head = kind & 4 ? 28 : 12;
         const bool fp8 = kind & 2;

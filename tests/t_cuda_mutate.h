@@ -21,6 +21,7 @@ extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
 extern "C" void cuda_test_relative(void);
 extern "C" void cuda_test_results(void);
+extern "C" void cuda_test_parts(void);
 extern "C" void cuda_test_ngrams(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
@@ -61,6 +62,7 @@ static const struct {
                     {"mamba", cuda_test_mamba},
                     {"relative", cuda_test_relative},
                     {"results", cuda_test_results},
+                    {"parts", cuda_test_parts},
                     {"ngrams", cuda_test_ngrams},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
@@ -498,6 +500,65 @@ static void result_of_residual(const char *launch, void *args) {
 }
 static void result_norm_in_one_format(const char *launch, void *args) {
     change_result(launch, args, [](auto &a) { a.h32 = a.x; });
+}
+
+/* Mistakes about feed-forwards in parts, and about the heads of such models. */
+static void parts_weights_exchanged(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) {
+        if (a.more) std::swap(a.part[0], a.part[1]);
+    });
+}
+static void parts_dense_alone(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.more = NULL; });
+}
+static void parts_experts_alone(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) {
+        if (a.more) a.partial = a.more, a.more = NULL;
+    });
+}
+static void parts_dense_twice(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.more = a.more ? a.partial : NULL; });
+}
+static void layer_not_scaled(const char *launch, void *args) {
+    change_result(launch, args, [](auto &a) { a.scale = NULL; });
+}
+static void router_reads_as_experts(const char *launch, void *args) {
+    change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.weight32 = NULL; });
+}
+static void router_norms_as_experts(const char *launch, void *args) {
+    change_if<struct route_args>(launch, "k_route_decode", args, [](auto &a) {
+        a.input.weight = a.input.weight16 ? a.input.weight16 : a.input.weight;
+    });
+}
+static void experts_read_as_router(const char *launch, void *args) {
+    change_if<struct route_args>(launch, "k_route_decode", args, [](auto &a) { a.input.weight16 = NULL; });
+}
+static void experts_not_scaled(const char *launch, void *args) {
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) { a.down_scale = NULL; });
+}
+static void decode_by_silu(const char *launch, void *args) {
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) { a.glu[0].gelu = false; });
+}
+static void prefill_by_silu(const char *launch, void *args) {
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.glu.gelu = false; });
+}
+static void decode_values_not_normed(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_decode", args, [](auto &a) { a.rope.v_norm = false; });
+}
+static void prefill_values_not_normed(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_gqa", args, [](auto &a) { a.v_norm = false; });
+}
+static void values_of_another_slot(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_gqa", args, [](auto &a) { a.v = a.d > HEAD_MAX ? a.q : a.v; });
+}
+static void wide_keys_as_values(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_mla_kernel", args, [](auto &a) { a.v = a.k; });
+}
+static void wide_scores_divided(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_mla_kernel", args, [](auto &a) { a.scale = 1 / sqrtf((float)a.dk); });
+}
+static void wide_splits_not_joined(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_mla_kernel", args, [](auto &a) { a.arrived = NULL; });
 }
 
 template <class F>
@@ -1088,6 +1149,23 @@ static const struct {
                 {"results", "a result is added to itself", result_replaces},
                 {"results", "the residual is added to itself", result_of_residual},
                 {"results", "what is read takes the place of the residual", result_norm_in_one_format},
+                {"parts", "parts have the norms of each other", parts_weights_exchanged},
+                {"parts", "the dense part alone is added", parts_dense_alone},
+                {"parts", "experts alone are added", parts_experts_alone},
+                {"parts", "the dense part takes the place of the experts", parts_dense_twice},
+                {"parts", "layers do not scale the residual", layer_not_scaled},
+                {"parts", "the router reads in prefill what experts read", router_reads_as_experts},
+                {"parts", "the router reads in decode what experts read", router_norms_as_experts},
+                {"parts", "experts read in decode what the router reads", experts_read_as_router},
+                {"parts", "experts have no factors", experts_not_scaled},
+                {"parts", "gates are joined by SiLU in decode", decode_by_silu},
+                {"parts", "gates are joined by SiLU in prefill", prefill_by_silu},
+                {"parts", "values are not normed in decode", decode_values_not_normed},
+                {"parts", "values are not normed in prefill", prefill_values_not_normed},
+                {"parts", "values of wide heads are of another slot", values_of_another_slot},
+                {"parts", "wide heads have keys as values", wide_keys_as_values},
+                {"parts", "scores of wide heads are divided by their width", wide_scores_divided},
+                {"parts", "splits of wide heads are not joined", wide_splits_not_joined},
                 {"relative", "taps of a token are those of the one before", blocks_tap_of_next},
                 {"relative", "a result goes to the row before", blocks_added_before},
                 {"relative", "a block begins with what the row had", blocks_never_begin},

@@ -229,6 +229,7 @@ struct rope_case {
     int d, dv, q_head, rope;
     bool pairs, fp8, norm;
     int ring; /* rows; 0: none */
+    bool v_norm = false;
 };
 
 /* Grouped-query attention in prefill. */
@@ -247,10 +248,12 @@ static void run_rope_gqa(const struct rope_case &c) {
     if (c.norm) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
     r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
     r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = KV, r.d = c.d, r.q_head = c.q_head, r.dv = c.dv;
-    r.rope = c.rope, r.eps = 1e-6f;
+    r.rope = c.rope, r.eps = 1e-6f, r.v_norm = c.v_norm;
     k.forget(POS, TOKENS), v.forget(POS, TOKENS);
     q32.d.arrive(), k32.d.arrive(), v32.d.arrive();
-    LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(HEADS + 2 * KV, 4), TOKENS), 128, 0, test_stream, r);
+    const dim3 grid(ceil_div(HEADS + 2 * KV, 4), TOKENS);
+    if (c.d > HEAD_MAX) LAUNCH_PDL(k_rope_gqa<WIDE_PER>, grid, 128, 0, test_stream, r);
+    else LAUNCH_PDL(k_rope_gqa<HEAD_PER>, grid, 128, 0, test_stream, r);
     finish("rotations");
     k.read(POS, TOKENS), v.read(POS, TOKENS);
     const std::vector<uint16_t> got = q16.get();
@@ -264,9 +267,9 @@ static void run_rope_gqa(const struct rope_case &c) {
         }
         for (int h = 0; h < KV; h++) {
             const size_t at = (size_t)((POS + t) * KV + h);
-            const float *x = v32.row(t, h);
+            const std::vector<float> ones((size_t)(c.v_norm ? c.dv : 0), 1);
             bad += !row_near(k.p, &k.value[at * (size_t)c.d], k32.roped(t, h, k_norm, cs, sn, c.rope, c.pairs));
-            bad += !row_near(v.p, &v.value[at * (size_t)c.dv], std::vector<double>(x, x + c.dv));
+            bad += !row_near(v.p, &v.value[at * (size_t)c.dv], v32.roped(t, h, ones, cs, sn, 0));
         }
     }
     expect(sum.nmse() < 1e-6 && !bad,
@@ -430,6 +433,8 @@ extern "C" void cuda_test_rotations(void) {
         run_rope_gqa({256, 256, 512, 256, false, fp8, true, 0}),
             run_rope_gqa({256, 256, 256, 256, true, fp8, false, 64});
         run_rope_gqa({192, 128, 192, 64, fp8, fp8, fp8, 0});
+        run_rope_gqa({512, 512, 512, 512, false, fp8, true, 0, true});
+        run_rope_gqa({256, 256, 256, 256, false, fp8, true, 64, true});
         run_rope_mla(fp8, 128, 512, 64), run_rope_mla(fp8, 200, 4000, 1000);
     }
 }
