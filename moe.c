@@ -30622,7 +30622,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
         if (m->n_res) launch_add_blocks(k, s);
         else if (m->hc_low) launch_add_streams(k, s);
-        else launch_add_input(k, s, false, ends ? (double)plan_last_row(m) : 0);
+        else if (s->hc || s->partial != ACT_COUNT) launch_add_input(k, s, false, ends ? (double)plan_last_row(m) : 0);
         if (ends && s->hc && !s->hc->fn) launch_add(k, DECODE_HC_NORM, 0, 0);
         if (!ends) launch_add(k, DECODE_SEND, 0, 0);
         break;

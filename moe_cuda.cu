@@ -9071,6 +9071,7 @@ static void cuda_add_result(struct rank *r, const struct step *s) {
     a.h32 = c->x32[A_H];
     a.eps = r->m->rms_eps;
     a.n = r->width[s->x];
+    profile_next(4.0 * ((a.more ? 3 : 1) * a.n + (a.scale != NULL)), "%d values", a.n); /* the weights */
     if (a.n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_add_result<4>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
     else if (a.n <= 8 * 4 * NORM_THREADS)
         LAUNCH_PDL(k_add_result<8>, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);

@@ -1489,9 +1489,16 @@ static const struct synth tiny_synths[] = {
      "ple.heads_per_ngram=2 ple.conv_kernel=4 ple.eos_token_id=5 "
      "ple.layer_multipliers=23703573157769,20109073645365,8052911324071 ple.head_offsets=0,101,204,311 "
      "ple.head_vocab_sizes=101,103,107,109 embedding_length_per_layer_input=32 expert_count=16 expert_used_count=2 "
-     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=256 rope.freq_base=1e7"}};
+     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=256 rope.freq_base=1e7"},
+    {"tiny parts", "gemma4", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=8 attention.head_count_kv=4,1 attention.key_length=512 "
+     "attention.value_length=512 attention.key_length_swa=64 attention.value_length_swa=64 "
+     "attention.sliding_window=48 attention.sliding_window_pattern=1,0 rope.dimension_count=512 "
+     "rope.dimension_count_swa=64 rope.freq_base=1e6 rope.freq_base_swa=10000 feed_forward_length=192 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 final_logit_softcapping=30 vocab_size=200 "
+     "context_length=256"}};
 enum {
-    TINY_NGRAMS = sizeof tiny_synths / sizeof *tiny_synths - 1,
+    TINY_NGRAMS = sizeof tiny_synths / sizeof *tiny_synths - 2,
     SPARSE_BLOCKS = TINY_NGRAMS - 1
 };
 /* clang-format on */
@@ -3243,7 +3250,7 @@ static void part_make(struct model *m, const struct synth *shape) {
 }
 
 void cuda_test_parts(void) {
-    static const int n[] = {17, 1, 9, 2, 3, 40, 0}, few[] = {17, 1, 2, 0};
+    static const int n[] = {17, 1, 9, 2, 3, 40, 1, 3, 0}, few[] = {17, 1, 2, 0};
     cuda_test_begin(23);
     for (int i = 0; i < PART_SHAPES; i++)
         for (int kv = 0; kv < (i ? 1 : 2); kv++) {

@@ -104,6 +104,7 @@ static const struct count_exception {
     {"k_embed", 60, "a row of the embedding is gathered out of tiles of 16 rows"},
     {"attn_gqa_decode<128,128,1,", 85,
      "FP8 scales of a KV head stand between those of the others, whose blocks read the rest"},
+    {"attn_gqa_decode<256,256,1,", 91, "the same"},
     {"attn_mla_kernel<512,0,", 86, "most of its blocks only read that they have no keys"},
     {"k_index_blocks", 94, "a block reads its run, and few keys"},
     {"k_index_scores", 90, "four lanes of a warp store a score each"},
