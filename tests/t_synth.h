@@ -277,7 +277,45 @@ static void test_synth_refusals(void) {
                   "rows of 100 elements are not whole NVFP4 blocks of 64");
 }
 
+/* What DeepSeek-V4.1 cannot be: layers that share keys of other tokens, choices of fewer keys than they have, rows of
+ * n-grams that are not there, products that overflow. */
+static void test_synth_sources(void) {
+    static const struct {
+        const char *keys;
+        int rc;
+        const char *said;
+    } t[] = {
+        {"attention.kv_source_layers=2,9,8", 2, "kv_source_layers' has no layer from 10 to 39 at index 2\n"},
+        {"attention.kv_source_layers=2,8,10,14,20", 2,
+         "kv_source_layers' has layer 10, which 'deepseek41.attention.index_"},
+        {"attention.kv_source_layers=2,8,14", 2, "has no layer for the compressed keys of 1 tokens of layer 20\n"},
+        {"attention.index_source_layers=0,2,8,14,20", 2, "has layer 0, which has no compressed keys\n"},
+        {"attention.indexer.candidate_source_layer=21", 2, "is 21, expected a layer of 'deepseek41.attention.index_"},
+        {"attention.indexer.candidate_source_layer=14", 2,
+         ": layer 20 has compressed keys of 1 tokens, expected 2, as"},
+        {"attention.indexer.candidate_topk_blocks=60", 2,
+         "is 60, which leaves 473 of blocks of 8 keys, expected at le"},
+        {"attention.compress_ratios=0*2,4*38", 2, "has 4 for layer 2, expected 0, 1 or 2\n"},
+        {"nextn_predict_layers=1", 2, "'deepseek41.nextn_predict_layers' is 1, expected 0 to 0\n"},
+        {"engram.layers=1,14,20,21,22", 2, "'deepseek41.engram.layers' has more than 4 layers\n"},
+        {"engram.head_dim=48", 2, "'deepseek41.engram.head_dim' is 48, expected a multiple of 32\n"},
+        {"engram.embedding_counts=384006167,384016682", 2, "384006167 for layer 1, expected at least 384006168\n"},
+        {"engram.multipliers=3,5,7", 2,
+         "'deepseek41.engram.multipliers' is missing or has no number for each of 8 tokens"},
+        {"engram.head_count=30", 2, "'deepseek41.engram.head_count' is 30, expected 1 to 21\n"},
+        {"engram.pad_token_id=200000", 1,
+         "'deepseek41.engram.pad_token_id' is 200000, expected one of 129280 tokens\n"},
+        {"engram.compressed_vocab_size=1000", 1, "compressed_vocab_size' is 1000, fewer than 129280 tokens\n"},
+        {"engram.compressed_vocab_size=16000000", 1,
+         "58737837727525, expected at most 576460752303 with 16000000 tok"}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[512];
+        snprintf(cmd, sizeof cmd, MOE_BIN " --info --synth deepseek-v4.1-flash:%s </dev/null", t[i].keys);
+        check_command(cmd, t[i].rc, "", t[i].said);
+    }
+}
+
 #define TESTS_SYNTH                                                                                            \
     {"keys/table", test_keys_table}, {"keys/ranges", test_keys_ranges}, {"synth/lists", test_synth_lists},     \
         {"synth/layers", test_synth_layers}, {"synth/same", test_synth_same}, {"synth/keys", test_synth_keys}, \
-        {"synth/refusals", test_synth_refusals},
+        {"synth/refusals", test_synth_refusals}, {"synth/sources", test_synth_sources},
