@@ -2678,6 +2678,7 @@ static void put_deepseek_v41(void) {
 }
 
 static void put_deepseek_v4_template(const char *name);
+static void put_deepseek_v41_template(const char *name);
 static void put_token_map(void);
 
 /* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no MTP layers. */
@@ -3584,7 +3585,7 @@ static const struct release {
              .shared_count = "n_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.",
              .mtp_bare = true, .rotary = 0.125, .partial = true, .put = put_deepseek_v41,
-             .put_tokens = put_token_map}},
+             .put_template = put_deepseek_v41_template, .put_tokens = put_token_map}},
     {.type = "hy_v3", .config = config_leading_dense, .fixed = "route_norm true",
      .src = {.arch = "hy_v3", .renaming = hy3_names, .is_dense = is_dense_leading, .leads = true, .first_dense = 1,
              .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
@@ -5296,16 +5297,25 @@ static bool deepseek_v4_grades(const char *name) {
     return graded;
 }
 
-/* Writes our chat template of DeepSeek-V4, whose releases have a program in Python instead. */
-static void put_deepseek_v4_template(const char *name) {
-    const bool graded = deepseek_v4_grades(name);
+/* Writes our chat template of DeepSeek-V4 and V4.1, whose releases have a program in Python instead. head: what makes it
+ * that of the release. */
+static void put_own_template(const char *head, const char *efforts) {
     char *text = NULL;
-    if (graded) sb_puts(&text, "{%- set graded_efforts = true -%}\n");
+    sb_puts(&text, head);
     sb_put(&text, deepseek_v4_template, (size_t)(deepseek_v4_template_end - deepseek_v4_template));
     gguf_put_str(&writer, "tokenizer.chat_template", text, arrlenu(text));
     arrfree(text);
-    err_message("'%s' has no chat template: taking moe's, with the reasoning effort%s", model_dir,
-                graded ? "s high and max" : " max");
+    err_message("'%s' has no chat template: taking moe's, with the reasoning effort%s", model_dir, efforts);
+}
+
+static void put_deepseek_v4_template(const char *name) {
+    const bool graded = deepseek_v4_grades(name);
+    put_own_template(graded ? "{%- set graded_efforts = true -%}\n" : "", graded ? "s high and max" : " max");
+}
+
+static void put_deepseek_v41_template(const char *name) {
+    (void)name;
+    put_own_template("{%- set v41 = true -%}\n", "s low, high and max");
 }
 
 /* Returns the template in the key chat_template: a text, or of a list of {name, template} or an object {name:

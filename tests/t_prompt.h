@@ -1,8 +1,9 @@
 /* The prompts of DeepSeek-V4, whose releases have an encoder in Python and no chat template: convert/deepseek_v4.jinja.
  *
  * tests/golden/deepseek_v4 has our conversations with what the release's encoder makes of them, and a small tokenizer
- * with the ids of some of them. ../shared/golden/deepseek_v4, where it is there, has the release's golden prompts and the
- * part of its tokenizer that they need, with their ids. tests/oracle/gen_deepseek_v4.py writes both. */
+ * with the ids of some of them; tests/golden/deepseek_v41 has what vLLM's encoder of DeepSeek-V4.1 makes of them.
+ * ../shared/golden/deepseek_v4, where it is there, has the release's golden prompts and the part of its tokenizer that
+ * they need, with their ids. tests/oracle/gen_deepseek_v4.py writes all. */
 
 #define PROMPT_DIR      "tests/golden/deepseek_v4"
 #define PROMPT_GOLDEN   "golden/deepseek_v4" /* in ../shared */
@@ -67,9 +68,32 @@ static void test_prompt_golden(void) {
 
 /* ---- our conversations ---- */
 
-static void test_prompt_cases(void) { golden_templates(PROMPT_DIR, 126, check_case); }
+static void test_prompt_cases(void) {
+    golden_templates(PROMPT_DIR, 126, check_case);
+    golden_templates(PROMPT_DIR "1", 50, check_case);
+}
 
-static void test_prompt_origin(void) { golden_templates(PROMPT_DIR, 126, check_case_origin); }
+static void test_prompt_origin(void) {
+    golden_templates(PROMPT_DIR, 126, check_case_origin);
+    golden_templates(PROMPT_DIR "1", 50, check_case_origin);
+}
+
+/* Efforts that V4.1 does not know. Catches one that is passed on, or taken as the default. */
+static void test_prompt_efforts(void) {
+    static const char *const refused[] = {"\"medium\"", "\"75\"", "101", "-1"};
+    char *source = prompt_file(PROMPT_TEMPLATE), err[ERR_MAX], given[256];
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        struct tpl_text out = {0};
+        int rc;
+        snprintf(given, sizeof given, "{\"v41\": true, \"reasoning_effort\": %s, \"messages\": []}", refused[i]);
+        json_t *vars = json_loads(given, 0, NULL);
+        CHECK(!render_text(source, arrlenu(source), vars, &out, &rc, err), "%s is an effort", refused[i]);
+        CHECK_HAS(err, "unknown reasoning_effort: ", "%s", refused[i]);
+        text_free(&out);
+        json_decref(vars);
+    }
+    arrfree(source);
+}
 
 /* A template of llama.cpp's. */
 struct circulating {
@@ -280,6 +304,23 @@ static void test_prompt_converted(void) {
     hf_end(&h);
 }
 
+/* So it is with V4.1. */
+static void test_prompt_converted_v41(void) {
+    static const char head[] = "{%- set v41 = true -%}\n";
+    struct gguf_str s = {"", 0};
+    struct hf h;
+    char *source = prompt_file(PROMPT_TEMPLATE);
+    hf_load(&h, "deepseek_v41");
+    json_object_del(h.tokenizer_config, "chat_template");
+    if (hf_convert(&h) && CHECK(gguf_get_str(&h.g, "tokenizer.chat_template", &s), "no template"))
+        CHECK(s.n == strlen(head) + arrlenu(source) && !memcmp(s.p, head, strlen(head)) &&
+                  !memcmp(s.p + strlen(head), source, arrlenu(source)),
+              "another template: %.50s", s.p);
+    CHECK_HAS(h.err, "taking moe's, with the reasoning efforts low, high and max", "the remark");
+    arrfree(source);
+    hf_end(&h);
+}
+
 /* The release's golden prompts with a part of its tokenizer, whose ids.json has the ids of the whole one. */
 static void test_prompt_ids(void) {
     const char *dir = shared_path(PROMPT_GOLDEN);
@@ -378,4 +419,5 @@ static void test_prompt_chat(void) {
     {"prompt/golden", test_prompt_golden}, {"prompt/circulating", test_prompt_circulating}, \
         {"prompt/cases", test_prompt_cases}, {"prompt/origin", test_prompt_origin},         \
         {"prompt/converted", test_prompt_converted}, {"prompt/ids", test_prompt_ids},       \
-        {"prompt/chat", test_prompt_chat},
+        {"prompt/chat", test_prompt_chat}, {"prompt/efforts", test_prompt_efforts},         \
+        {"prompt/converted of V4.1", test_prompt_converted_v41},

@@ -9,8 +9,10 @@
     gen_deepseek_v4.py RELEASE --compare N [TEMPLATE]
                                         renders N random conversations with jinja2 and with `./moe --render` (of
                                         TEMPLATE), and compares with the encoder byte for byte; exit 1 if any differs
+    gen_deepseek_v4.py VLLM --v41 [N]   writes tests/golden/deepseek_v41, or compares, as above for DeepSeek-V4.1
 
-RELEASE has encoding/ and tokenizer.json, as DeepSeek-V4-Flash of April 2026 has them. Of its tokenizer, ours has the
+RELEASE has encoding/ and tokenizer.json, as DeepSeek-V4-Flash of April 2026 has them. VLLM is vllm/tokenizers of vLLM,
+whose deepseek_v41_encoding.py was adapted from the release's. Of its tokenizer, ours has the
 expressions of the pre-tokenizer and the special tokens without placeholders; its merges are trained on our texts. Needs
 jinja2 3.1.6 and, to write, tokenizers 0.23.3. Runs at the top of the tree.
 """
@@ -74,7 +76,10 @@ def expected(encode, case):
         messages.insert(0, system(""))
     if extra:
         messages[0].update(copy.deepcopy(extra))
-    think = kwargs.get("thinking", kwargs.get("enable_thinking", False))
+    think = kwargs.get("thinking", kwargs.get("enable_thinking", "v41" in kwargs))
+    if "v41" in kwargs:
+        return encode(messages, "thinking" if think else "chat", drop_thinking=kwargs.get("drop_thinking", True),
+                      reasoning_effort=kwargs.get("reasoning_effort"))
     effort, graded = kwargs.get("reasoning_effort"), "graded_efforts" in kwargs
     own = {"high": "max"}.get(effort) if graded else effort if effort == "max" else None
     text = encode(messages, "thinking" if think else "chat", drop_thinking=kwargs.get("drop_thinking", True),
@@ -276,6 +281,21 @@ def write_golden(release, directory):
     print(f"{len(real)} tokens, {[len(i) for i in ids]} ids in {directory}")
 
 
+def committed_v41(encode):
+    """Only what differs of DeepSeek-V4.1."""
+    for name, messages in CASES.items():
+        variants = [{"thinking": True}]
+        if name in ("one", "system", "systems", "answered", "nothing"):
+            variants += [{}, {"thinking": False}, {"tools": TOOLS}]
+        if name == "one":
+            variants += [{"reasoning_effort": e} for e in ("low", "max", 7)] + [{"thinking": False, "tools": TOOLS}]
+        for kwargs in variants:
+            case = {"messages": messages, "add_generation_prompt": True, "kwargs": {"v41": True, **kwargs},
+                    "bos_token": None, "eos_token": None}
+            ident = "/".join([name] + [k if k == "tools" else f"{k}_{v}" for k, v in kwargs.items()])
+            yield {"id": ident, "template": "../../../" + TEMPLATE, **case, "expected": expected(encode, case)}
+
+
 # ---- random conversations ----
 
 
@@ -310,7 +330,7 @@ def random_message(r, calls):
     return m
 
 
-def random_case(r):
+def random_case(r, v41):
     calls, kwargs = [], {"thinking": r.random() < 0.6}
     messages = [random_message(r, calls) for _ in range(r.randint(1, 9))]
     if r.random() < 0.4:
@@ -325,17 +345,24 @@ def random_case(r):
         kwargs["reasoning_effort"] = r.choice(["high", "max"])
     if r.random() < 0.2:
         kwargs["graded_efforts"] = True
+    if v41:
+        kwargs.pop("graded_efforts", None)
+        kwargs["v41"] = True
+        if r.random() < 0.3:
+            kwargs["reasoning_effort"] = r.choice(["low", "xhigh", 1, 42, 100])
+        for _ in range(r.choice([0, 0, 1, 2])):
+            messages.insert(r.randint(0, len(messages)), system(r.choice(["", "m\n"])))
     return {"messages": messages, "add_generation_prompt": True, "kwargs": kwargs}
 
 
-def compare(encode, n, path):
+def compare(encode, n, path, v41=False):
     env = gen_templates.environment()
     env.filters["from_json"] = json.loads
     with open(path, encoding="utf8") as f:
         template = env.from_string(f.read())
     r, bad = random.Random(4), 0
     for _ in range(n):
-        case = random_case(r)
+        case = random_case(r, v41)
         want = expected(encode, case)
         given = {"tools": None, **case["kwargs"], **{k: v for k, v in case.items() if k != "kwargs"}}
         run = subprocess.run(["./moe", "--render", "--chat-template-file", path], input=json.dumps(given).encode(),
@@ -349,6 +376,15 @@ def compare(encode, n, path):
 
 
 if __name__ == "__main__":
+    if sys.argv[2:3] == ["--v41"]:
+        sys.path.insert(0, sys.argv[1])
+        from deepseek_v41_encoding import encode_messages
+        if sys.argv[3:]:
+            sys.exit(compare(encode_messages, int(sys.argv[3]), TEMPLATE, True))
+        os.makedirs(DIR + "1", exist_ok=True)
+        with open(DIR + "1/cases.jsonl", "w", encoding="utf8") as f:
+            f.writelines(json.dumps(c, ensure_ascii=False) + "\n" for c in committed_v41(encode_messages))
+        sys.exit()
     sys.path.insert(0, os.path.join(sys.argv[1], "encoding"))
     from encoding_dsv4 import encode_messages
     if sys.argv[2:3] == ["--compare"]:
