@@ -5140,8 +5140,10 @@ static void loader_layer_list(struct loader *l, const char *suffix, bool in[MAX_
     memset(in, 0, MAX_LAYERS * sizeof *in);
     for (uint64_t i = 0; kv && i < kv->n && !l->failed; i++, last = v) {
         if (!gguf_elem_int(kv, i, &v) || v <= last || v >= l->m->n_layer) {
-            loader_fail(l, "metadata key '%s' has no layer from %lld to %d at index %llu", key, (long long)last + 1,
-                        l->m->n_layer - 1, (unsigned long long)i);
+            loader_fail(l,
+                        "metadata key '%s' is missing or has no number for each of %llu layers, expected %lld to %d at "
+                        "index %llu",
+                        key, (unsigned long long)kv->n, (long long)last + 1, l->m->n_layer - 1, (unsigned long long)i);
             return;
         }
         in[v] = true;
