@@ -1204,15 +1204,15 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_result(const __grid_con
     norm_load(v, a.partial + row, n);
     if (a.more) {
         norm_load(x, a.more + row, n);
+        auto weigh = [&](float f, const float *w, float4 y, int u) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            return i < n ? norm_value(y, f, *(const float4 *)(w + i)) : y;
+        };
         const float f = norm_factor(v, n, a.eps);
+        UNROLL for (int u = 0; u < VECS; u++) v[u] = weigh(f, a.part[0], v[u], u);
         __syncthreads(); /* the second block_sum overwrites the first one's */
         const float g = norm_factor(x, n, a.eps);
-        UNROLL for (int u = 0; u < VECS; u++) {
-            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
-            if (i >= n) continue;
-            v[u] = add4(norm_value(v[u], f, *(const float4 *)(a.part[0] + i)),
-                        norm_value(x[u], g, *(const float4 *)(a.part[1] + i)));
-        }
+        UNROLL for (int u = 0; u < VECS; u++) v[u] = add4(v[u], weigh(g, a.part[1], x[u], u));
         __syncthreads(); /* the third one overwrites that */
     }
     norm_load(x, a.x + row, n);
