@@ -196,6 +196,71 @@ static void run_hc_norm(int n, int parts, bool last) {
            e.nmse(), bad);
 }
 
+/* Streams of a low rank that a result is written to, or that joined ones replace, and their norms. */
+template <int VECS>
+static void run_streams_norm(int n, bool partial, bool joined, bool norm) {
+    enum { TOKENS = 2, S = 3 };
+    const size_t wide = (size_t)n;
+    const std::vector<float> x = random_floats(TOKENS * S * n, 1), y = random_floats(TOKENS * n, 1),
+                             other = random_floats(TOKENS * S * n, 1), w = random_floats(S * n, 1),
+                             mix = random_floats(TOKENS * S, 3);
+    gpu_array<float> x_d(x), y_d(y), other_d(other), w_d(w), mix_d(mix);
+    gpu_array<uint16_t> norms(std::vector<uint16_t>(TOKENS * S * wide, 0xABCD));
+    struct stream_args a = {};
+    a.streams = x_d, a.partial = partial ? y_d.p : NULL, a.joined = joined ? other_d.p : NULL, a.mix = mix_d;
+    a.weight = norm ? w_d.p : NULL, a.norms = norms, a.n = n, a.n_hc = S, a.eps = 1e-6f;
+    x_d.arrive(), y_d.arrive(), other_d.arrive(), mix_d.arrive();
+    LAUNCH_PDL(k_streams_norm<VECS>, dim3(S, TOKENS), NORM_THREADS, 0, test_stream, a);
+    finish("norms of streams");
+    const std::vector<float> now = x_d.get();
+    const std::vector<uint16_t> got = norms.get();
+    error_sum sums, normed;
+    int bad = 0;
+    for (size_t r = 0; r < TOKENS * S; r++) {
+        const double part = 2 / (1 + exp(-(double)mix[r] / S)), f = rms_factor(&now[r * wide], n);
+        for (size_t i = 0, at = r * wide; i < wide; i++, at++) {
+            const double was = (double)(joined ? other : x)[at];
+            sums.add((double)now[at], was + (partial ? part * (double)y[r / S * wide + i] : 0));
+            if (norm) normed.add((double)f16_to_f32(got[at]), (double)now[at] * f * (double)w[r % S * wide + i]);
+            else bad += got[at] != 0xABCD;
+        }
+    }
+    expect(sums.nmse() < 1e-12 && normed.nmse() < 1e-6 && !bad,
+           "streams of %d, partial %d, joined %d, norm %d: NMSE %.1e, of norms %.1e, %d wrong", n, partial, joined,
+           norm, sums.nmse(), normed.nmse(), bad);
+}
+
+/* A result that is normed before it is added, and the norm of the sum. */
+template <int VECS>
+static void run_add_result(int n, bool norm) {
+    enum { TOKENS = 2 };
+    const size_t wide = (size_t)n;
+    const std::vector<float> x = random_floats(TOKENS * n, 1), y = random_floats(TOKENS * n, 1),
+                             w[2] = {random_floats(n, 1), random_floats(n, 1)};
+    gpu_array<float> x_d(x), y_d(y), w0(w[0]), w1(w[1]), h32(TOKENS * wide);
+    gpu_array<uint16_t> h16(TOKENS * wide);
+    const struct result_args a = {x_d, y_d, w0, norm ? w1.p : NULL, h16, h32, 1e-6f, n};
+    x_d.arrive(), y_d.arrive();
+    LAUNCH_PDL(k_add_result<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a);
+    finish("normed results");
+    const std::vector<float> now = x_d.get(), h = h32.get();
+    const std::vector<uint16_t> halves = h16.get();
+    error_sum sums, normed;
+    int bad = 0;
+    for (size_t t = 0; t < TOKENS; t++) {
+        const double f = rms_factor(&y[t * wide], n), g = rms_factor(&now[t * wide], n);
+        for (size_t i = 0, at = t * wide; i < wide; i++, at++) {
+            const double v = (double)now[at] * g * (double)w[1][i];
+            sums.add((double)now[at], (double)x[at] + (double)y[at] * f * (double)w[0][i]);
+            if (!norm) continue;
+            normed.add((double)h[at], v);
+            bad += !(fabs((double)f16_to_f32(halves[at]) - v) <= 6e-4 * fabs(v) + 1e-7);
+        }
+    }
+    expect(sums.nmse() < 1e-12 && normed.nmse() < 1e-12 && !bad,
+           "a result of %d, norm %d: NMSE %.1e, of the norm %.1e, %d wrong", n, norm, sums.nmse(), normed.nmse(), bad);
+}
+
 extern "C" void cuda_test_norms(void) {
     begin_test(21);
     static const int widths[] = {4088, 8184, 16376}; /* of each instance the most, less two threads' values */
@@ -221,6 +286,12 @@ extern "C" void cuda_test_norms(void) {
                                         rings & 1, rings & 2, next, streams > 1 && next);
     run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true), run_hc_norm<4>(4088, 0, true);
     run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true), run_hc_norm<8>(8184, 0, true);
+    for (int kind = 0; kind < 4; kind++) { /* a result, joined streams, neither; a result without norms */
+        run_streams_norm<4>(4088, kind % 3 == 0, kind == 1, kind < 3);
+        run_streams_norm<8>(8184, kind % 3 == 0, kind == 1, kind < 3);
+    }
+    for (bool norm : {true, false})
+        run_add_result<4>(4088, norm), run_add_result<8>(8184, norm), run_add_result<16>(16376, norm);
 }
 
 /* ---- rotations, and the new rows of the cache ---- */
