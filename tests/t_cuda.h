@@ -983,6 +983,20 @@ void cuda_test_ngrams(void) {
     }
 }
 
+/* Operations on rows of almost as many values as instances of k_blocks, k_mix_message and k_streams_norm hold. */
+static void test_cuda_wide(void) {
+    static const int n[] = {18, 2, 0}, widths[] = {4032, 8128}; /* of whole blocks of NVFP4 */
+    cuda_test_begin(13);
+    for (int i = 0; i < 4; i++) {
+        struct model m = {0};
+        struct synth y = i < 2 ? rel_shapes[2] : ngram_shapes[2];
+        synth_set(&y, "embedding_length", "%d", widths[i % 2]);
+        synth_make(&m, &y, NULL, false);
+        pair_forwards(m.name, &m, KV_BF16, 64, 1, MOE_ACT_F16, n);
+        model_free(&m);
+    }
+}
+
 /* The GPU chooses what the CPU does: every filter, alone and together, over flat and steep logits with equal ones among
  * them. */
 static void test_cuda_sample(void) {
@@ -3349,7 +3363,7 @@ static void test_cuda_decode_bench(void) {
         {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools}, {"cuda/streams", test_cuda_streams},       \
         {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
         {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative},           \
-        {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams},                                        \
+        {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide},         \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
