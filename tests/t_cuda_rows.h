@@ -230,17 +230,23 @@ static void run_streams_norm(int n, bool partial, bool joined, bool norm) {
            norm, sums.nmse(), normed.nmse(), bad);
 }
 
-/* A result that is normed before it is added, and the norm of the sum. */
+/* A result that is normed before it is added, and the norm of the sum. parts: the result is the sum of the norms of two
+ * parts, and the residual is scaled after that. */
 template <int VECS>
-static void run_add_result(int n, bool norm) {
+static void run_add_result(int n, bool norm, bool parts) {
     enum { TOKENS = 2 };
     const size_t wide = (size_t)n;
     const std::vector<float> x = random_floats(TOKENS * n, 1), y = random_floats(TOKENS * n, 1),
-                             w[2] = {random_floats(n, 1), random_floats(n, 1)};
-    gpu_array<float> x_d(x), y_d(y), w0(w[0]), w1(w[1]), h32(TOKENS * wide);
+                             z = random_floats(TOKENS * n, 3), scale = {0.75f},
+                             w[4] = {random_floats(n, 1), random_floats(n, 1), random_floats(n, 1),
+                                     random_floats(n, 1)};
+    gpu_array<float> x_d(x), y_d(y), z_d(z), scale_d(scale), w0(w[0]), w1(w[1]), w2(w[2]), w3(w[3]), h32(TOKENS * wide);
     gpu_array<uint16_t> h16(TOKENS * wide);
-    const struct result_args a = {x_d, y_d, w0, norm ? w1.p : NULL, h16, h32, 1e-6f, n};
-    x_d.arrive(), y_d.arrive();
+    struct result_args a = {};
+    a.x = x_d, a.partial = y_d, a.result = w0, a.weight = norm ? w1.p : NULL, a.h16 = h16, a.h32 = h32;
+    if (parts) a.more = z_d, a.part[0] = w2, a.part[1] = w3, a.scale = scale_d;
+    a.eps = 1e-6f, a.n = n;
+    x_d.arrive(), y_d.arrive(), z_d.arrive();
     LAUNCH_PDL(k_add_result<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a);
     finish("normed results");
     const std::vector<float> now = x_d.get(), h = h32.get();
@@ -248,17 +254,24 @@ static void run_add_result(int n, bool norm) {
     error_sum sums, normed;
     int bad = 0;
     for (size_t t = 0; t < TOKENS; t++) {
-        const double f = rms_factor(&y[t * wide], n), g = rms_factor(&now[t * wide], n);
+        const double f = rms_factor(&y[t * wide], n), fz = rms_factor(&z[t * wide], n),
+                     g = rms_factor(&now[t * wide], n);
+        std::vector<float> result(wide);
+        for (size_t i = 0, at = t * wide; i < wide; i++, at++)
+            result[i] =
+                parts ? (float)((double)y[at] * f * (double)w[2][i] + (double)z[at] * fz * (double)w[3][i]) : y[at];
+        const double of = rms_factor(result.data(), n), by = parts ? (double)scale[0] : 1;
         for (size_t i = 0, at = t * wide; i < wide; i++, at++) {
             const double v = (double)now[at] * g * (double)w[1][i];
-            sums.add((double)now[at], (double)x[at] + (double)y[at] * f * (double)w[0][i]);
+            sums.add((double)now[at], ((double)x[at] + (double)result[i] * of * (double)w[0][i]) * by);
             if (!norm) continue;
             normed.add((double)h[at], v);
             bad += !(fabs((double)f16_to_f32(halves[at]) - v) <= 6e-4 * fabs(v) + 1e-7);
         }
     }
     expect(sums.nmse() < 1e-12 && normed.nmse() < 1e-12 && !bad,
-           "a result of %d, norm %d: NMSE %.1e, of the norm %.1e, %d wrong", n, norm, sums.nmse(), normed.nmse(), bad);
+           "a result of %d, norm %d, parts %d: NMSE %.1e, of the norm %.1e, %d wrong", n, norm, parts, sums.nmse(),
+           normed.nmse(), bad);
 }
 
 extern "C" void cuda_test_norms(void) {
@@ -290,8 +303,11 @@ extern "C" void cuda_test_norms(void) {
         run_streams_norm<4>(4088, kind % 3 == 0, kind == 1, kind < 3);
         run_streams_norm<8>(8184, kind % 3 == 0, kind == 1, kind < 3);
     }
-    for (bool norm : {true, false})
-        run_add_result<4>(4088, norm), run_add_result<8>(8184, norm), run_add_result<16>(16376, norm);
+    for (int kind = 0; kind < 4; kind++) {
+        run_add_result<4>(4088, kind & 1, kind & 2);
+        run_add_result<8>(8184, kind & 1, kind & 2);
+        run_add_result<16>(16376, kind & 1, kind & 2);
+    }
 }
 
 /* ---- rotations, and the new rows of the cache ---- */
