@@ -1046,9 +1046,10 @@ static void test_cuda_sample(void) {
 
 /* ---- whole models ---- */
 
-/* Whether kernels run a fixture: there are none for short convolutions of other than four taps, see
- * test_cuda_refusals. */
+/* Whether kernels run a fixture: there are none for DeepSeek-V4.1, nor for short convolutions of other than four taps,
+ * see test_cuda_refusals. */
 static bool gpu_runs(const struct model *m) {
+    if (m->family->lagging_streams) return false;
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].mixer == MIXER_DELTA && m->layers[il].delta.n_conv != 4) return false;
     return true;
@@ -2058,6 +2059,11 @@ static void test_cuda_refusals(void) {
         *d = whole;
         m.layers[3] = was[0], m.layers[7] = was[1];
     }
+    model_free(&m);
+    if (!fixture_load("deepseek_v41", &m)) return;
+    struct rank v41 = {0};
+    CHECK(cuda_rank_start(&v41, &m, &o, err) && strstr(err, "DeepSeek-V4.1 are not supported on a GPU; use --cpu"),
+          "%s", err);
     model_free(&m);
     const char *const mla[] = {"different shapes of latent attention (layer 1) are",
                                "latent attention with a window, sinks or norms of rows (layer 0) is",
