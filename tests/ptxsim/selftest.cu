@@ -336,19 +336,23 @@ extern "C" __global__ void k_parameters(const __grid_constant__ Parameters p, u6
     asm volatile("{ .reg .b64 a; mov.b64 a, k_parameters_param_0; ld.param.v2.u8 {%0, %1}, [a+6]; }"
                  : "=r"(x[0]), "=r"(x[1]));
     v[16] = x[0], v[17] = x[1];
-    for (int i = 0; i < 18; i++) out[i] = v[i];
+    PARAM_1(x[0], "s8", "r", 2);
+    v[18] = x[0];
+    for (int i = 0; i < 19; i++) out[i] = v[i];
 }
 static Outcome test_parameters() {
     Parameters p;
     for (int i = 0; i < 32; i++) p.bytes[i] = (u8)(17 * i + 129);
-    static const int at[18] = {4, 8, 12, 16, 24, 3, 8, 12, 24, 28, 30, 31, 20, 21, 22, 23, 6, 7};
-    static const int size[18] = {4, 8, 4, 4, 8, 1, 4, 4, 4, 4, 1, 1, 1, 1, 1, 1, 1, 1};
-    const Array<u64> out(18);
+    enum { N = 19 }; /* the last one is signed */
+    static const int at[N] = {4, 8, 12, 16, 24, 3, 8, 12, 24, 28, 30, 31, 20, 21, 22, 23, 6, 7, 2};
+    static const int size[N] = {4, 8, 4, 4, 8, 1, 4, 4, 4, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const Array<u64> out(N);
     k_parameters<<<1, 1>>>(p, out.p);
     const std::vector<u64> got = out.get();
-    for (int i = 0; i < 18; i++) {
+    for (int i = 0; i < N; i++) {
         u64 want = 0;
         memcpy(&want, p.bytes + at[i], (size_t)size[i]);
+        if (i == N - 1) want = (u32)(int8_t)want;
         if (got[(size_t)i] != want)
             return fail("%d bytes at %d are %#llx instead of %#llx", size[i], at[i], (unsigned long long)got[(size_t)i],
                         (unsigned long long)want);
