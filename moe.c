@@ -7115,7 +7115,8 @@ static const struct synth synths[] = {
      "144004957,160005626,176006319,192007016,208007727,224008456,240009215,256009984,272010765,288011564,304012377,"
      "320013196,336014037,352014914,368015793 vocab_size=129280 attention.compress_rope_freq_base=160000 "
      "rope.scaling.type=yarn rope.scaling.factor=16 rope.scaling.original_context_length=65536 rope.freq_base=10000 "
-     "swiglu_clamp_exp=10 swiglu_clamp_shexp=10 expert_weights_scale=1.5 attention.layer_norm_rms_epsilon=1e-20", .ff_type = GGUF_MXFP4},
+     "swiglu_clamp_exp=10 swiglu_clamp_shexp=10 expert_weights_scale=1.5 attention.layer_norm_rms_epsilon=1e-20",
+     .ff_type = GGUF_MXFP4},
     {"deepseek-v4", "deepseek4", .keys =
      "context_length=1048576 embedding_length=7168 block_count=62 nextn_predict_layers=1 attention.head_count=128 "
      "attention.head_count_kv=1 attention.sliding_window=128 attention.key_length=512 attention.value_length=512 "
@@ -7421,7 +7422,8 @@ static int synth_layers(const struct synth *y) {
     return synth_int(y, "block_count") - synth_int(y, "nextn_predict_layers");
 }
 
-/* Takes out of an ascending list of layers, if the shape has it, those from n on; where none is left, the key. */
+/* Cuts off the layers from n on of an ascending list of layers, if the shape has that list. A list of which nothing
+ * remains becomes an empty text: the header then lacks its key. */
 static void synth_cut(struct synth *y, const char *key, int n) {
     const char *const list = synth_value(y, key);
     size_t kept = 0;
@@ -12356,13 +12358,14 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
     }
 }
 
-/* Blocks in a token's list of those that later layers choose among; and that list, of token t of the batch. */
+/* Candidates are the blocks of keys that later layers choose among. Returns the most that a token has; and those of
+ * token t of the batch, ascending. */
 static int candidates_most(const struct rank *r, int candidates) { return int_min(candidates, r->n_ctx); }
 static int32_t *candidates_of(const struct rank *r, int t) {
     return r->cpu->candidates + (size_t)(r->first + t) * (size_t)candidates_most(r, r->m->max.candidates);
 }
 
-/* Finds the candidates of token t by its scores of n keys, which it overwrites. */
+/* Finds the candidates of token t. score: (n) of its keys, overwritten. */
 static void candidates_find(struct rank *r, const struct attn *a, int t, float *score, int n) {
     const int block = a->candidate_block, n_block = ceil_by(n, block);
     if (n_block <= a->candidates) return; /* all are */
@@ -12371,7 +12374,7 @@ static void candidates_find(struct rank *r, const struct attn *a, int t, float *
     top_positions(score, n_block, a->candidates, candidates_of(r, t));
 }
 
-/* Leaves of token t's scores of n keys those in the candidates. */
+/* Sets the scores of keys outside the candidates of token t to -infinity. score: (n) of its keys. */
 static void candidates_leave(const struct rank *r, const struct attn *a, int t, float *score, int n) {
     const int block = a->candidate_block, n_block = ceil_by(n, block);
     const int32_t *next = candidates_of(r, t);

@@ -1808,16 +1808,16 @@ static void plan_engrams(void) {
     }
 }
 
-/* Plans the table of n-grams, whose rows are in many tensors. */
+/* Plans the tables of n-grams: of each layer, or one, whose rows are in many tensors. */
 static void plan_ngrams(void) {
     const struct ngram *g = made.model.ngram;
-    const size_t n = made.model.n_ngram ? (size_t)get_int(src.cfg, "split_ngram_parts", 1, 1 << 16, 512) : 0;
     struct piece *p = NULL;
-    if (!n) return;
-    if (src.mixer == MIXER_CSA) {
+    if (!made.model.n_ngram) return;
+    if (!g->ends) {
         plan_engrams();
         return;
     }
+    const size_t n = (size_t)get_int(src.cfg, "split_ngram_parts", 1, 1 << 16, 512);
     struct tensor *scale = tensor_find(ngram_name("ngram_embedding.weight_scale"));
     for (size_t i = 0; i < n; i++) {
         struct piece one = {.lin = ngram_shard(i, scale)};
@@ -1949,11 +1949,23 @@ static void find_names(void) {
 
 /* Skips or refuses tensors by their names. */
 static void screen_names(void) {
-    static const char *const vision[] = {
-        "patch_merge_mlp.", "image_",        "model.audio_tower.",  "vision_model.",        "speech_embeddings.",
-        "model.visual.",    "vision.",       "model.embed_vision.", "audio_encoder.",       "multi_modal_projector.",
-        "vision_tower.",    "mm_projector.", "model.vision_tower.", "vit_large_projector.", "model.embed_audio.",
-        "aligner.",         "visual."};
+    static const char *const vision[] = {"vision_tower.",
+                                         "mm_projector.",
+                                         "model.visual.",
+                                         "visual.",
+                                         "multi_modal_projector.",
+                                         "vision_model.",
+                                         "vit_large_projector.",
+                                         "audio_encoder.",
+                                         "speech_embeddings.",
+                                         "patch_merge_mlp.",
+                                         "model.vision_tower.",
+                                         "model.embed_vision.",
+                                         "model.audio_tower.",
+                                         "model.embed_audio.",
+                                         "vision.",
+                                         "image_",
+                                         "aligner."};
     static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                                          "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
     const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
@@ -3670,8 +3682,8 @@ static const struct release {
      .fixed = "mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid num_nextn_predict_layers 0",
      .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .is_kda = is_kda_kimi,
              .is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
-             .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
-             .router_bias = bias_name, .norm_topk_prob = true,
+             .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size",
+             .shared_count = "num_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .rope_theta = 10000, .eps = 1e-5, .put = put_kimi_linear}},
     {.type = "bailing_hybrid", .config = config_bailing, .fixed = fixed_bailing,
      .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_kda = is_kda_bailing,
@@ -4632,8 +4644,8 @@ static void read_vocabulary(struct doc config) {
  * numpy.random.default_rng, the sizes of the tables primes. The release computes all of them; the file has them.
  * ============================================================================================================ */
 
-/* Ranges of characters of which the release's normalizer (of the library tokenizers) takes none apart and none off: it
- * has Unicode 9's data. All marks and characters with decompositions that came later are here. */
+/* Ranges of characters that the release's normalizer (of the library tokenizers) neither decomposes nor removes: its
+ * data are Unicode 9's. All later marks and later characters with decompositions are in them. */
 static const utf8proc_int32_t newer[][2] = {
     {0x7f4, 0x815},     {0x85c, 0x8d3},     {0x9e4, 0xa00},     {0xae4, 0xb00},     {0xb4e, 0xb55},
     {0xc04, 0xc3d},     {0xce4, 0xd00},     {0xd04, 0xd3d},     {0xd64, 0xd81},     {0xeba, 0xeba},
@@ -4651,21 +4663,21 @@ static bool is_newer(utf8proc_int32_t cp) {
     return i < COUNT(newer) && cp >= newer[i][0];
 }
 
-/* Whether an accent is taken off: marks. Two letters of Vedic were marks in Unicode 9. */
+/* Whether a character is an accent: a mark. Two letters of Vedic were marks in Unicode 9. */
 static bool is_accent(utf8proc_int32_t cp) {
     const utf8proc_category_t c = utf8proc_category(cp);
     return c == UTF8PROC_CATEGORY_MN || c == UTF8PROC_CATEGORY_MC || c == UTF8PROC_CATEGORY_ME || cp == 0x1cf2 ||
            cp == 0x1cf3;
 }
 
-/* Whether a character is white space. Those that normalizing makes blanks are not here. */
+/* Whether a character of a decomposed text is white space. */
 static bool is_white(utf8proc_int32_t cp) {
     return cp == ' ' || (cp >= 9 && cp <= 13) || cp == 0x85 || cp == 0x1680 || cp == 0x2028 || cp == 0x2029;
 }
 
-/* Returns n bytes of valid UTF-8 taken apart (NFKD), without accents, in small letters, each stretch of blanks, tabs
- * and line ends as one blank, and without white space at the ends unless the whole is a blank; where nothing is left
- * the text as it is. An stb_ds array. */
+/* Returns n bytes of valid UTF-8 decomposed (NFKD), in lower case and without accents, an stb_ds array. A run of
+ * blanks, tabs and line ends becomes one blank. White space at the ends is removed, unless the whole is one blank. A
+ * text of which nothing would remain is returned as it is. */
 static char *plain_text(const char *s, size_t n) {
     enum { PARTS = 32, SENTINEL = 0xe000 }; /* the release's sign for a lone blank becomes a blank wherever it is */
     const utf8proc_uint8_t *u = (const utf8proc_uint8_t *)s;
@@ -4698,7 +4710,7 @@ static char *plain_text(const char *s, size_t n) {
     return out;
 }
 
-/* What tokens of the same number have in common. */
+/* A token, and the text by which it gets its number: equal texts get equal numbers. */
 struct token_key {
     char *text; /* stb_ds */
     int32_t token;
@@ -4736,7 +4748,8 @@ static char *token_bytes(const char *name) {
     return out;
 }
 
-/* Returns what a token has in common with others. One that is no whole UTF-8 has its own name. */
+/* Returns the text of struct token_key for a token: its normalized text, or its name if its bytes are not valid
+ * UTF-8. */
 static char *token_text(const char *name) {
     char *bytes = token_bytes(name), *key = NULL;
     const utf8proc_ssize_t n = (utf8proc_ssize_t)arrlen(bytes);

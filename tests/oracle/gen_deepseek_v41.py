@@ -441,12 +441,7 @@ def build(name):
     gen_tiny.write_json(folder / "config.json", config)
     gen_tiny.write_json(folder / "generation_config.json", {"eos_token_id": [IM_END, EOT], "pad_token_id": EOT})
     gen_tiny.write_tensors(folder, checkpoint.tensors, spec["shards"], None)
-    np.array(ids, "<i4").tofile(folder / "ids.i32")
-    logits.numpy().astype("<f4").tofile(folder / "logits.f32")
-    gen_tiny.write_json(folder / "greedy.json", {f"greedy_from_{GREEDY_FROM}": tail}, indent=None)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    size = sum(f.stat().st_size for f in folder.iterdir())
+    size = gen_tiny.finish(folder, ids, logits, tail)
     print(f"{name:20} {size / 1e6:5.2f} MB  {max(tokens) + 1} of {len(tokens)} tokens  logits sd {logits.std():.2f}  "
           f"gap {gap:.1e}  greedy gap {margin:.3f} ({len(set(tail))} distinct)", flush=True)
 

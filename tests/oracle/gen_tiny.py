@@ -2642,6 +2642,16 @@ def build_predict(name):
         write_predict(folder, model, SPECS[name]["config"], checkpoint, ids)
 
 
+def finish(folder, ids, logits, tail):
+    """Writes the ids, their logits and the greedy continuation beside a checkpoint.  Returns the bytes of all files."""
+    np.array(ids, "<i4").tofile(folder / "ids.i32")
+    logits.numpy().astype("<f4").tofile(folder / "logits.f32")
+    write_json(folder / "greedy.json", {f"greedy_from_{GREEDY_FROM}": tail}, indent=None)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    return sum(f.stat().st_size for f in folder.iterdir())
+
+
 def build(name):
     spec = SPECS[name]
     config, kept, folder = dict(spec["config"]), spec.get("kept"), FIXTURES / name
@@ -2666,14 +2676,9 @@ def build(name):
     write_json(folder / "generation_config.json", {"eos_token_id": [IM_END, EOT], "pad_token_id": EOT})
     write_tokenizer(folder)
     write_tensors(folder, checkpoint.tensors, spec.get("shards", 1), spec.get("apart"))
-    np.array(ids, "<i4").tofile(folder / "ids.i32")
-    logits.numpy().astype("<f4").tofile(folder / "logits.f32")
-    write_json(folder / "greedy.json", {f"greedy_from_{GREEDY_FROM}": tail}, indent=None)
     if has_mtp(checkpoint):
         write_predict(folder, model, spec["config"], checkpoint, ids)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    size = sum(f.stat().st_size for f in folder.iterdir())
+    size = finish(folder, ids, logits, tail)
     print(f"{name:20} {size / 1e6:5.2f} MB  logits sd {logits.std():.2f}  routing gap {gap:.1e}  "
           f"greedy gap {margin:.3f} ({len(set(tail))} distinct)", flush=True)
 
