@@ -850,8 +850,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
         s->quit = true;
         s->wake.notify_all();
     }
-    s->worker.join();
-    delete s;
+    s->worker.join(); /* *s stays: another thread may have it in its list of all_streams */
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
