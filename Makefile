@@ -244,8 +244,8 @@ measure:
 ## make asan      runs the tests, and the programs that they start, under the address and undefined-behavior sanitizers
 # Without what computes long texts: every parser, mixer, set of kernels and program is in a test that stays.
 asan: ONLY := -model/fixtures-deepseek -model/prediction -model/demo -model/threads -model/decode -model/batches -think/official -think/ended \
-    -draft/text -draft/demo -draft/state -draft/distribution -draft/ends -state/chunks -state/chosen -state/compressed -state/dialogue \
-    -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
+    -draft/text -draft/demo -draft/state -draft/ngrams -draft/distribution -draft/ends -parallel/fixtures -parallel/drafts \
+    -state/alone -state/chunks -state/chosen -state/compressed -state/dialogue -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
     -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -calibrate/activations \
     -reap/calibrated -reap/model -state/file -calibrate/compare -plan/sparse -plan/published -plan/readme
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)

@@ -66,7 +66,8 @@
 #endif
 
 static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_CUDA_EXPERTS TESTS_SASS TESTS_COUNTS};
-static const char *const longest[] = {"cuda/ranks", "cuda/streams", "cuda/batches", "cuda/fixtures"}; /* as below */
+static const char *const longest[] = {"cuda/parallel", "cuda/attention", "cuda/ranks",
+                                      "cuda/streams",  "cuda/batches",   "cuda/fixtures"}; /* as below */
 #else
 #include "t_nvfp4.h"
 #include "t_vocab.h"
@@ -98,7 +99,12 @@ static const struct test table[] = {
                 TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR TESTS_DOCS};
 
 /* What -j starts first, the longest first, so that no processor waits for one at the end. */
-static const char *const longest[] = {"model/demo-fast-path",
+static const char *const longest[] = {"parallel/requests",
+                                      "parallel/pipes",
+                                      "state/dialogue",
+                                      "state/snapshots",
+                                      "parallel/stem",
+                                      "model/demo-fast-path",
                                       "model/demo-perplexity",
                                       "cli/needle-long",
                                       "model/batches",
@@ -113,7 +119,6 @@ static const char *const longest[] = {"model/demo-fast-path",
                                       "calibrate/resumes",
                                       "draft/state",
                                       "draft/ends",
-                                      "state/dialogue",
                                       "state/chosen",
                                       "calibrate/files",
                                       "model/decode-equals-prefill"};
