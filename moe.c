@@ -6317,7 +6317,8 @@ static const int32_t *loader_token_ids(struct loader *l, int n_id) {
                     "metadata key '%s' is missing, and '%s.engram.compressed_vocab_size' is %d, fewer than %d tokens",
                     key, l->arch, n_id, n);
     if (ids && (!kv->is_array || kv->n < (uint64_t)n))
-        loader_fail(l, "metadata key '%s' has no number for each of %d tokens", key, n);
+        loader_fail(l, "metadata key '%s' has %llu numbers, expected one for each of %d tokens", key,
+                    (unsigned long long)(kv->is_array ? kv->n : 1), n);
     for (int i = 0; ids && i < n && !l->failed; i++) {
         int64_t v;
         if (!gguf_elem_int(kv, (uint64_t)i, &v) || v < 0 || v >= n_id)

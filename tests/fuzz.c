@@ -15,7 +15,7 @@
 #endif
 #include <sys/mman.h>
 
-enum { FUZZ_CONTEXT = 8, FUZZ_MODEL = 1 << 20 /* bytes of a file that is run */ };
+enum { FUZZ_CONTEXT = 8, FUZZ_MODEL = 4 << 20 /* bytes of a file that is run */ };
 
 /* One line of text: what a file says comes out neutralized. */
 static void fuzz_line(const char *line, size_t n) {

@@ -138,11 +138,19 @@ static void test_hostile_seeds(void) {
     CHECK(fuzz_taken > 20, "%d directories and scores were taken", fuzz_taken);
 }
 
-/* The converted fixture, stb_ds; begin: of its tensor data, end: of the last tensor. */
-static char *hostile_fixture(size_t **edges, size_t *begin, size_t *end) {
+/* Converted fixtures, which have keys and tensors of every mixer. */
+static const char *const hostile_models[] = {"deepseek_v3_nvfp4", "qwen3_5_moe", "nemotron_h", "kimi_linear",
+                                             "inkling2_loop",     "glm5_next",   "qwen4_exp",  "gemma4",
+                                             "deepseek_v4",       "minimax_m3",  "gpt_oss",    "deepseek_v41"};
+
+enum { HOSTILE_MODELS = sizeof hostile_models / sizeof *hostile_models };
+
+/* A converted fixture, stb_ds; begin: of its tensor data, end: of the last tensor. */
+static char *hostile_fixture(const char *name, size_t **edges, size_t *begin, size_t *end) {
+    char path[256];
     struct model m;
     *begin = SIZE_MAX, *end = 0;
-    if (!fixture_load("deepseek_v3_nvfp4", &m)) return NULL;
+    if (!fixture_load(name, &m)) return NULL;
     const struct gguf *g = &m.gguf;
     const uint8_t *base = g->images[0].base;
     for (uint32_t i = 0; i < g->n_kv; i++) {
@@ -157,13 +165,14 @@ static char *hostile_fixture(size_t **edges, size_t *begin, size_t *end) {
         *begin = at < *begin ? at : *begin, *end = last > *end ? last : *end;
     }
     model_free(&m);
-    return hostile_read(FIXTURES "deepseek_v3_nvfp4.gguf");
+    snprintf(path, sizeof path, FIXTURES "%s.gguf", name);
+    return hostile_read(path);
 }
 
 /* No head of a file is a file. */
 static void test_hostile_cuts(void) {
     size_t *edges = NULL, begin, end;
-    char *sb = hostile_fixture(&edges, &begin, &end);
+    char *sb = hostile_fixture(*hostile_models, &edges, &begin, &end);
     for (size_t cut = 0; cut < 24; cut++) arrput(edges, cut);
     for (size_t cut = 24; cut < end; cut += 997) arrput(edges, cut);
     arrput(edges, end - 1);
@@ -176,22 +185,58 @@ static void test_hostile_cuts(void) {
 
 /* One to three flipped bits, mostly in the header; what still loads is run now and then. */
 static void test_hostile_flips(void) {
-    size_t *edges = NULL, begin, end;
-    char *sb = hostile_fixture(&edges, &begin, &end);
     uint64_t rng = 11;
-    int n = SANITIZED ? 1000 : 10000, bound = 0;
-    for (int i = 0; sb && i < n; i++) {
-        size_t at[3], k = 1 + rng_next(&rng) % 3;
-        int bit[3];
-        for (size_t j = 0; j < k; j++) {
-            at[j] = rng_next(&rng) % (rng_next(&rng) % 4 ? begin : end), bit[j] = (int)(rng_next(&rng) % 8);
-            sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
+    const int n = SANITIZED ? 100 : 1000;
+    for (int f = 0; f < HOSTILE_MODELS; f++) {
+        size_t *edges = NULL, begin, end;
+        char *sb = hostile_fixture(hostile_models[f], &edges, &begin, &end);
+        int bound = 0;
+        for (int i = 0; sb && i < n; i++) {
+            size_t at[3], k = 1 + rng_next(&rng) % 3;
+            int bit[3];
+            for (size_t j = 0; j < k; j++) {
+                at[j] = rng_next(&rng) % (rng_next(&rng) % 4 ? begin : end), bit[j] = (int)(rng_next(&rng) % 8);
+                sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
+            }
+            bound += fuzz_bind((const uint8_t *)sb, arrlenu(sb), i % 50 == 0);
+            for (size_t j = 0; j < k; j++) sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
         }
-        bound += fuzz_bind((const uint8_t *)sb, arrlenu(sb), i % 50 == 0);
-        for (size_t j = 0; j < k; j++) sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
+        CHECK(bound > 0 && bound < n, "%s: %d of %d files were taken", hostile_models[f], bound, n);
+        arrfree(edges);
+        arrfree(sb);
     }
-    CHECK(bound > 0 && bound < n, "%d of %d files were taken", bound, n);
+}
+
+/* The ids by which n-grams of tokens are hashed: each is in the table, and there is one for every token. */
+static void test_hostile_token_ids(void) {
+    static const char key[] = "deepseek41.engram.token_map";
+    size_t *edges = NULL, begin, end;
+    char *sb = hostile_fixture("deepseek_v41", &edges, &begin, &end);
     arrfree(edges);
+    for (int which = 0; sb && which < 2; which++) {
+        struct model m = {0};
+        struct gguf g;
+        char err[ERR_MAX] = "", want[ERR_MAX];
+        if (!CHECK(!gguf_parse(&g, (uint8_t *)sb, arrlenu(sb), err, sizeof err), "%s", err)) break;
+        const struct gguf_kv *kv = gguf_find(&g, key), *most = gguf_find(&g, "deepseek41.engram.compressed_vocab_size");
+        int64_t n = 0;
+        if (!CHECK(kv && kv->type == GGUF_V_I32 && most && gguf_elem_int(most, 0, &n), "keys")) break;
+        char *const last = sb + (kv->data - (const uint8_t *)sb) + 4 * (kv->n - 1);
+        char *const letter = sb + ((const uint8_t *)kv->key.p - (const uint8_t *)sb) + sizeof key - 2;
+        if (which) {
+            *letter = 'q';
+            snprintf(want, sizeof want, "'%s' is missing, and 'deepseek41.engram.compressed_vocab_size' is %lld, fewer",
+                     key, (long long)n);
+        } else {
+            memcpy(last, &(int32_t){(int32_t)n}, 4);
+            snprintf(want, sizeof want, "'%s' has no whole number from 0 to %lld at index %llu", key, (long long)n - 1,
+                     (unsigned long long)(kv->n - 1));
+        }
+        gguf_close(&g);
+        CHECK(!gguf_parse(&m.gguf, (uint8_t *)sb, arrlenu(sb), err, sizeof err) && model_bind(&m, err), "taken");
+        CHECK_HAS(err, want, "case %d", which);
+        memcpy(last, &(int32_t){0}, 4);
+    }
     arrfree(sb);
 }
 
@@ -224,7 +269,7 @@ static void hostile_header_expected(const char *path, const char *expect) {
 /* The corpus and flipped headers without data. */
 static void test_hostile_headers(void) {
     size_t *edges = NULL, begin, end;
-    char path[256], *sb = hostile_fixture(&edges, &begin, &end);
+    char path[256], *sb = hostile_fixture(*hostile_models, &edges, &begin, &end);
     uint64_t rng = 15;
     int n = SANITIZED ? 300 : 1000, taken = 0;
     hostile_each("gguf", hostile_header_expected);
@@ -331,7 +376,7 @@ static void test_hostile_program(void) {
 /* The file loses its end after it was mapped, before its weights are read. */
 static void test_hostile_shrinks(void) {
     size_t *edges = NULL, begin, end;
-    char path[256], cmd[2048], *said = NULL, *sb = hostile_fixture(&edges, &begin, &end);
+    char path[256], cmd[2048], *said = NULL, *sb = hostile_fixture(*hostile_models, &edges, &begin, &end);
     arrfree(edges);
     if (!sb) return;
     snprintf(path, sizeof path, "%s/shrinks.gguf", test_dir());
@@ -395,10 +440,10 @@ static void test_hostile_convert(void) {
     CHECK(refused > n / 2, "%d of %d directories were refused", refused, n);
 }
 
-#define TESTS_HOSTILE                                                                         \
-    {"hostile/corpus", test_hostile_corpus}, {"hostile/saved", test_hostile_saved},           \
-        {"hostile/names", test_hostile_names}, {"hostile/seeds", test_hostile_seeds},         \
-        {"hostile/cuts", test_hostile_cuts}, {"hostile/flips", test_hostile_flips},           \
-        {"hostile/router", test_hostile_router}, {"hostile/program", test_hostile_program},   \
-        {"hostile/shrinks", test_hostile_shrinks}, {"hostile/convert", test_hostile_convert}, \
-        {"hostile/headers", test_hostile_headers},
+#define TESTS_HOSTILE                                                                           \
+    {"hostile/corpus", test_hostile_corpus}, {"hostile/saved", test_hostile_saved},             \
+        {"hostile/names", test_hostile_names}, {"hostile/seeds", test_hostile_seeds},           \
+        {"hostile/cuts", test_hostile_cuts}, {"hostile/flips", test_hostile_flips},             \
+        {"hostile/token-ids", test_hostile_token_ids}, {"hostile/router", test_hostile_router}, \
+        {"hostile/program", test_hostile_program}, {"hostile/shrinks", test_hostile_shrinks},   \
+        {"hostile/convert", test_hostile_convert}, {"hostile/headers", test_hostile_headers},
