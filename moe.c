@@ -3564,6 +3564,7 @@ enum {
     ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
     ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
     ROW_SUMS = 1024,                        /* sums of row norms that are a row of an all-reduce in prefill */
+    DELTA_TAPS = 4,                         /* of a convolution; a shorter one has zeros before its own */
     DELTA_TILE = 64,                        /* tokens that a recurrent layer takes at once in prefill */
     DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
     DELTA_FADES = 4 * DELTA_TILE + 4,       /* floats of a tile's factors, see enum delta_fade */
@@ -29699,11 +29700,12 @@ static void plan_matrix(struct plan_rank *r, const struct weight *w, int n) {
     r->weights += bytes + (w->scale && w->data ? 4 * (int64_t)n : 0);
 }
 
-/* Bytes that a GPU holds of a vector or router of a layer. */
-static int64_t plan_vector(const struct tensor_rule *rule, const struct model *m, const struct layer *layer) {
+/* Bytes that a GPU holds of a router of a layer, and it or a CPU of a vector. */
+static int64_t plan_vector(bool cpu, const struct tensor_rule *rule, const struct model *m, const struct layer *layer) {
     const struct weight *w = rule_weight(rule, layer);
     if (rule->kind == TENSOR_ROUTER) return (int64_t)w->n_out * w->n_in * (router_halves(w) ? 2 : 4);
-    return *rule_vector(rule, layer) ? 4 * (int64_t)rule_floats(rule, m, layer) : 0;
+    const int64_t bytes = *rule_vector(rule, layer) ? 4 * (int64_t)rule_floats(rule, m, layer) : 0;
+    return !cpu && rule->in == DIM_CONV ? bytes / layer->delta.n_conv * DELTA_TAPS : bytes;
 }
 
 /* Bytes that a token reads of a tensor of a layer. */
@@ -29715,8 +29717,8 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     if (rule->kind == TENSOR_IDS) return 4 * (int64_t)layer->n_expert_used;
     if (rule->kind == TENSOR_MATRIX)
         return plan_matrix_reads(cpu, w, rule_routed(rule) ? layer->n_expert_used : w->n_expert);
-    if (rule_routed(rule)) return plan_vector(rule, m, layer) / layer->n_expert * layer->n_expert_used;
-    return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
+    if (rule_routed(rule)) return plan_vector(cpu, rule, m, layer) / layer->n_expert * layer->n_expert_used;
+    return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(cpu, rule, m, layer);
 }
 
 /* Percent of the experts that a token uses which are among n of each layer, those that are used most. */
@@ -29756,7 +29758,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
         const struct weight *w = rule_weight(rule, layer);
         if (rule->kind == TENSOR_MATRIX) plan_matrix(r, w, rule_routed(rule) ? layer->n_expert : w->n_expert);
         else {
-            const int64_t bytes = plan_vector(rule, m, layer);
+            const int64_t bytes = plan_vector(cpu, rule, m, layer);
             r->weights += bytes;
             r->rounding += (int64_t)gpu_rounded((size_t)bytes) - bytes;
         }

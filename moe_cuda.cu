@@ -6800,7 +6800,6 @@ static void csa_store(const struct csa_args *args, bool with_heads, cudaStream_t
 
 enum {
     DELTA_HEAD = 128,                      /* values of a head's key, and of its value, at most */
-    DELTA_TAPS = 4,                        /* tokens under the convolution */
     DELTA_PARTS = 4,                       /* k_delta_decode: threads that share a column of the state, */
     DELTA_ROWS = DELTA_HEAD / DELTA_PARTS, /* its values that each of them has, */
     DELTA_THREADS = DELTA_HEAD * DELTA_PARTS,
@@ -6848,8 +6847,9 @@ struct delta_args {
     int n_ring, ring_rows; /* rows of a ring; of a timeline's part of each */
     float *state;          /* (n_value, head_k, head_v) of each timeline, state_stride floats apart */
     size_t state_stride;
-    const float *conv, *conv_bias, *decay, *dt_bias, *skip, *norm; /* of struct layer: of the whole model */
-    int before[3];                                                 /* see delta_before */
+    const float *conv;                                      /* of taps_upload, */
+    const float *conv_bias, *decay, *dt_bias, *skip, *norm; /* and of struct layer: of the whole model */
+    int before[3];                                          /* see delta_before */
     float eps;
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
     size_t out_stride;
@@ -6873,6 +6873,7 @@ struct delta_channels {
     const float *own, *ring, *taps, *bias; /* at the head's first channel; bias: of Mamba-2 */
     size_t own_stride, ring_stride;
     int n, n_ring;
+    int low; /* the first position under a tap of the model: earlier ones, which the ring may lack, have taps of 0 */
 };
 DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const struct run &u, int kind, int head) {
     const struct delta &d = a.shape;
@@ -6881,6 +6882,7 @@ DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const
     struct delta_channels c;
     c.n = dk;
     c.n_ring = a.n_ring;
+    c.low = max(u.n_committed - d.n_conv + 1, 0);
     if (kind == 2) {
         c.n = d.head_v;
         c.own = a.v + row * a.v_stride + head * d.head_v;
@@ -6904,7 +6906,7 @@ DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const
 
 /* Returns channel i at position p, before the convolution; pos: the run's first. */
 DEVICE float delta_input(const struct delta_channels &c, int pos, int p, int i) {
-    if (p < 0 || i >= c.n) return 0;
+    if (p < c.low || i >= c.n) return 0;
     return p >= pos ? c.own[(size_t)(p - pos) * c.own_stride + i] : c.ring[(size_t)(p % c.n_ring) * c.ring_stride + i];
 }
 
@@ -11162,6 +11164,16 @@ static void vector_upload(struct rank *r, const T **x, size_t n, const char *wha
     *x = (const T *)cuda_vector(r, *x, n * sizeof **x, what);
 }
 
+/* Makes the taps of a layer's convolution the copy of them: (channels, DELTA_TAPS), zeros before the model's n_conv. */
+static void taps_upload(struct rank *r, struct layer *layer, size_t channels) {
+    const size_t n = (size_t)layer->delta.n_conv, first = DELTA_TAPS - n;
+    float *taps = (float *)host_memory(channels * DELTA_TAPS, sizeof *taps);
+    for (size_t i = 0; i < channels; i++) memcpy(taps + i * DELTA_TAPS + first, layer->conv + i * n, n * sizeof *taps);
+    layer->conv = (const float *)cuda_vector(r, taps, channels * DELTA_TAPS * sizeof *taps, "norms");
+    cuda_sync(r, "norms");
+    free(taps);
+}
+
 /* Copies every tensor that a forward uses, and lets r->m point to the copies: to a matrix by `copy` and `bias`, to a
  * vector and to the rows of a router by the pointer that was the host's. Tells `progress` the bytes that are done. */
 static void weights_upload(struct rank *r, void (*progress)(double done, double total)) {
@@ -11210,8 +11222,10 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
             }
             if (rule->kind == TENSOR_VECTOR) { /* biases of matrices have come with these, which stand before them */
                 const float **v = rule_vector(rule, layer);
-                if (*v == *rule_vector(rule, &c->shard->layers[il]))
-                    vector_upload(r, v, rule_floats(rule, m, layer), "norms");
+                const size_t n = rule_floats(rule, m, layer);
+                if (*v != *rule_vector(rule, &c->shard->layers[il])) continue;
+                if (v == &layer->conv) taps_upload(r, layer, n / (size_t)layer->delta.n_conv);
+                else vector_upload(r, v, n, "norms");
                 continue;
             }
             if (rule->kind == TENSOR_IDS) {
@@ -11660,7 +11674,7 @@ static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
     if (layer_recurrent(layer) &&
-        (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv != DELTA_TAPS))
+        (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv > DELTA_TAPS))
         snprintf(why, ERR_MAX,
                  "%s with keys of %d, values of %d and a convolution of %d is not supported on a GPU; use --cpu",
                  layer->mixer == MIXER_DELTA ? "a gated delta net" : "Mamba-2", d->head_k, d->head_v, d->n_conv);

@@ -849,11 +849,13 @@ static void test_cuda_delta(void) {
     "block_count=4 embedding_length=256 feed_forward_length=0,192,0,192 attention.head_count=4 "                      \
     "attention.head_count_kv=0,0,2,0 attention.key_length=64 attention.value_length=64 expert_count=8 "               \
     "expert_used_count=2 expert_feed_forward_length=192 expert_shared_count=1 expert_shared_feed_forward_length=128 " \
-    "expert_weights_scale=2.5 moe_latent_size=128 ssm.conv_kernel=4 vocab_size=200 context_length=1024 "              \
+    "expert_weights_scale=2.5 moe_latent_size=128 vocab_size=200 context_length=1024 "                                \
     "attention.layer_norm_rms_epsilon=1e-5 ssm.group_count=2 "
 static const struct synth mamba_shapes[] = {
-    {"heads of 64", "nemotron_h_moe", .keys = MAMBA_KEYS "ssm.time_step_rank=4 ssm.state_size=128 ssm.inner_size=256"},
-    {"heads of 40", "nemotron_h_moe", .keys = MAMBA_KEYS "ssm.time_step_rank=6 ssm.state_size=72 ssm.inner_size=240"}};
+    {"heads of 64", "nemotron_h_moe",
+     .keys = MAMBA_KEYS "ssm.conv_kernel=4 ssm.time_step_rank=4 ssm.state_size=128 ssm.inner_size=256"},
+    {"heads of 40", "nemotron_h_moe",
+     .keys = MAMBA_KEYS "ssm.conv_kernel=3 ssm.time_step_rank=6 ssm.state_size=72 ssm.inner_size=240"}};
 
 /* Mamba-2 and feed-forwards without a gate, with latent matrices and without: steps, tiles and segments that are full,
  * begun, or one row beyond; from 1 to 16 tokens that lag. */
@@ -2034,7 +2036,7 @@ static void test_cuda_refusals(void) {
     struct model m = {0};
     char err[ERR_MAX];
     const char *const says[] = {
-        "keys of 32, values of 32 and a convolution of 3 is", "keys of 136, values of 32 and a convolution of 4",
+        "keys of 32, values of 32 and a convolution of 5 is", "keys of 136, values of 32 and a convolution of 4",
         "keys of 36, values of 32 and a convolution of 4",    "keys of 32, values of 160 and a convolution of 4",
         "keys of 96 and values of 64 (layer 7) is",           "keys of 48 and values of 64 (layer 3) is",
         "two kinds of gates in attention (layer 3) are"};
@@ -2046,7 +2048,7 @@ static void test_cuda_refusals(void) {
         struct rank r = {0};
         struct layer was[2] = {m.layers[3], m.layers[7]};
         struct delta *d = &m.layers[2].delta, whole = *d;
-        if (i == 0) d->n_conv = 3;
+        if (i == 0) d->n_conv = 5;
         if (i == 1) d->head_k = 136;
         if (i == 2) d->head_k = 36;
         if (i == 3) d->head_v = 160;

@@ -2257,6 +2257,7 @@ struct delta_case {
     enum delta_rule rule = RULE_NET;
     float bound = 0;       /* as of struct delta */
     float forgets = 0.01f; /* scale of the decays of such */
+    int taps = DELTA_TAPS; /* of the model; those before them are 0 */
     bool kda() const { return rule == RULE_KDA; }
     bool mamba() const { return rule == RULE_MAMBA; }
     int n_decay() const { return kda() ? dk : 1; }
@@ -2284,6 +2285,8 @@ struct delta_numbers {
         fill(bias, c.mamba() ? conv.size() / 4 : 0, 0.3f), fill(skip, c.mamba() ? decay.size() : 0, 1);
         fill(norm, c.mamba() ? whole * (size_t)c.group * dv : dv, 1);
         fill(state, n_value * dk * dv, c.size);
+        for (size_t i = 0; i < conv.size(); i++)
+            if ((int)(i % DELTA_TAPS) < DELTA_TAPS - c.taps) conv[i] = 0;
         for (float &x : decay) x = (c.bound < 0 ? 1 : -1) * fabsf(x) * (c.alike ? c.forgets : 1);
         if (!c.alike) return;
         for (float &x : beta) x += 4; /* of almost 1 */
@@ -2365,8 +2368,9 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
 }
 
 static void run_delta(const struct delta_case &c) {
-    enum { RING = 35, PAD = 8 };
+    enum { PAD = 8 };
     const delta_numbers x(c);
+    const int window = c.taps - 1, n_ring = window + 2 * MAX_ROLLBACK;
     const int n_value = c.n_key * c.group, keys = c.n_key * c.dk, values = n_value * c.dv,
               first = c.pos - c.n_uncommitted;
     const int rows = c.n_uncommitted + c.n_tok, taken = c.n_tok > MAX_ROLLBACK ? rows - 1 : c.n_uncommitted;
@@ -2379,19 +2383,19 @@ static void run_delta(const struct delta_case &c) {
                                 return to;
     };
     auto ring = [&](const std::vector<float> &a, const std::vector<float> &b, int width, int from, int to) {
-        std::vector<float> r((size_t)(RING * 2 * width), NAN); /* (a | b) of positions from..to-1 */
+        std::vector<float> r((size_t)(n_ring * 2 * width), NAN); /* (a | b) of positions from..to-1 */
         for (int p = max(from, 0); p < to; p++)
             for (int i = 0; i < 2 * width; i++)
-                r[(size_t)(p % RING * 2 * width + i)] =
+                r[(size_t)(p % n_ring * 2 * width + i)] =
                     (i < width ? a : b)[(size_t)((p - first + 3) * width + i % width)];
         return r;
     };
     auto ring_of_gates = [&](int from, int to) {
-        std::vector<float> r((size_t)(RING * c.gates()), NAN); /* alpha and beta of positions from..to-1 */
+        std::vector<float> r((size_t)(n_ring * c.gates()), NAN); /* alpha and beta of positions from..to-1 */
         const int n = c.n_decay();
         for (int p = max(from, 0); p < to; p++)
             for (int j = 0; j < n_value; j++) {
-                float *row = &r[(size_t)(p % RING * c.gates())];
+                float *row = &r[(size_t)(p % n_ring * c.gates())];
                 const int at = (p - first + 3) * n_value + j;
                 std::copy_n(x.alpha.begin() + at * n, n, row + c.alpha_at(j));
                 if (!c.mamba()) row[c.beta_at(j)] = x.beta[(size_t)at];
@@ -2402,8 +2406,8 @@ static void run_delta(const struct delta_case &c) {
     for (int t = 0; t < c.n_tok; t++) std::copy_n(x.z.begin() + t * values, values, z.begin() + t * (values + PAD));
     gpu_array<float> q(own(x.q, keys)), k(own(x.k, keys)), v(own(x.v, values)), z_d(z),
         alpha(own(x.alpha, n_value * c.n_decay())), beta(own(x.beta, n_value));
-    gpu_array<float> ring_qk(ring(x.q, x.k, keys, first - 3, c.pos)), ring_v(ring(x.v, x.v, values, first - 3, c.pos)),
-        ring_gates(ring_of_gates(first - 3, c.pos));
+    gpu_array<float> ring_qk(ring(x.q, x.k, keys, first - window, c.pos)),
+        ring_v(ring(x.v, x.v, values, first - window, c.pos)), ring_gates(ring_of_gates(first - window, c.pos));
     gpu_array<float> state(x.state), conv(x.conv), decay(x.decay), dt_bias(x.dt_bias), norm(x.norm);
     gpu_array<float> bias(c.mamba() ? x.bias : x.norm), skip(c.mamba() ? x.skip : x.norm);
     gpu_array<uint16_t> out(std::vector<uint16_t>((size_t)(c.n_tok * (values + PAD)), 0xABCD));
@@ -2417,14 +2421,14 @@ static void run_delta(const struct delta_case &c) {
     a.batch = b;
     const int whole = c.before + c.n_key + c.after;
     a.shape.n_key = c.n_key, a.shape.n_value = n_value, a.shape.head_k = c.dk, a.shape.head_v = c.dv;
-    a.shape.n_conv = DELTA_TAPS, a.shape.n_decay = c.n_decay(), a.shape.bound = c.bound;
+    a.shape.n_conv = c.taps, a.shape.n_decay = c.n_decay(), a.shape.bound = c.bound;
     a.shape.sigmoid_gate = c.kda(), a.shape.tiled = c.tiled, a.shape.first_key = c.before, a.shape.whole_key = whole;
     a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha;
     if (c.mamba()) a.conv_bias = bias, a.skip = skip;
     else a.beta = beta;
     a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
     a.alpha_stride = (size_t)(n_value * c.n_decay() + PAD), a.beta_stride = (size_t)(n_value + PAD);
-    a.ring_qk = ring_qk, a.ring_v = ring_v, a.ring_gates = ring_gates, a.n_ring = RING;
+    a.ring_qk = ring_qk, a.ring_v = ring_v, a.ring_gates = ring_gates, a.n_ring = n_ring;
     a.ring_qk_stride = (size_t)(2 * keys), a.ring_v_stride = (size_t)(2 * values);
     a.ring_gates_stride = (size_t)c.gates();
     a.state = state, a.conv = conv, a.decay = decay, a.dt_bias = dt_bias, a.norm = norm, a.eps = 1e-6f, a.out = out;
@@ -2446,8 +2450,8 @@ static void run_delta(const struct delta_case &c) {
             else bad += h != 0xABCD;
         }
     for (size_t i = 0; i < got_state.size(); i++) states.add((double)got_state[i], want_state[i]);
-    /* the latest RING positions that there are */
-    const int end = c.pos + c.n_tok, from = max(first - 3, end - RING);
+    /* the latest positions that the ring holds */
+    const int end = c.pos + c.n_tok, from = max(first - window, end - n_ring);
     std::vector<float> w = ring(x.q, x.k, keys, from, end), g = ring_qk.get();
     for (size_t i = 0; i < w.size(); i++) bad += w[i] == w[i] && w[i] != g[i];
     w = ring(x.v, x.v, values, from, end), g = ring_v.get();
@@ -2455,17 +2459,16 @@ static void run_delta(const struct delta_case &c) {
     w = ring_of_gates(from, end), g = ring_gates.get();
     for (size_t i = 0; i < w.size(); i++) bad += w[i] == w[i] && w[i] != g[i];
     const double limit = c.alike ? 1e-5 : 1e-6; /* of results in halves */
-    expect(
-        sum.nmse() <= limit && states.nmse() <= 1e-10 && !bad,
-        "%d keys of %d, %d values of %d, %s, from %d, %d tokens after %d at %d, size %g, decay %g%s: NMSE %.1e, state "
-        "%.1e, %d wrong in rings and gaps",
-        c.n_key, c.dk, n_value, c.dv,
-        c.kda()     ? "decays of rows"
-        : c.mamba() ? "Mamba-2"
-        : c.tiled   ? "tiled"
-                    : "grouped",
-        c.before, c.n_tok, c.n_uncommitted, c.pos, c.size, c.decay, c.alike ? ", alike" : "", sum.nmse(), states.nmse(),
-        bad);
+    expect(sum.nmse() <= limit && states.nmse() <= 1e-10 && !bad,
+           "%d keys of %d, %d values of %d, %s, %d taps, from %d, %d tokens after %d at %d, size %g, decay %g%s: NMSE "
+           "%.1e, state %.1e, %d wrong in rings and gaps",
+           c.n_key, c.dk, n_value, c.dv,
+           c.kda()     ? "decays of rows"
+           : c.mamba() ? "Mamba-2"
+           : c.tiled   ? "tiled"
+                       : "grouped",
+           c.taps, c.before, c.n_tok, c.n_uncommitted, c.pos, c.size, c.decay, c.alike ? ", alike" : "", sum.nmse(),
+           states.nmse(), bad);
 }
 
 extern "C" void cuda_test_delta_net(void) {
@@ -2508,6 +2511,14 @@ extern "C" void cuda_test_delta_net(void) {
         {1, 1, 128, 128, false, 0, 0, 16, 16, 80, 1, 40, false, RULE_MAMBA}, /* decays of e^-100, and of 1 */
         {1, 2, 128, 64, false, 0, 0, 60, 3, 254, 1, 0.1f, true, RULE_MAMBA},
         {1, 1, 40, 72, false, 0, 0, 16, 16, 700, 1, 1, false, RULE_MAMBA},
+        /* fewer taps: the ring lacks the first token under the kernel's, or has a later token in its row */
+        {1, 3, 64, 64, false, 0, 0, 100, 16, 16, 1, 1, false, RULE_NET, 0, 1, 3},
+        {1, 1, 40, 24, true, 0, 0, 2, 1, 3, 1, 1, false, RULE_NET, 0, 1, 1},
+        {1, 1, 64, 40, true, 1, 1, 40, 5, 70, 1, 1, false, RULE_NET, 0, 1, 2},
+        {1, 1, 40, 40, false, 0, 0, 50, 16, 16, 1, 1, false, RULE_KDA, -5, 1, 2},
+        {1, 1, 64, 64, false, 0, 0, 40, 3, 65, 1, 1, false, RULE_KDA, 0, 1, 3},
+        {1, 2, 72, 40, false, 0, 0, 100, 16, 16, 1, 1, false, RULE_MAMBA, 0, 1, 3},
+        {1, 1, 24, 32, false, 0, 0, 40, 9, 66, 1, 1, false, RULE_MAMBA, 0, 1, 1},
     };
     for (auto &c : cases) run_delta(c);
 }
