@@ -134,7 +134,7 @@
 /* ============================================================================================================
  * Instructions
  *
- * One function per PTX instruction, and the launch macro.
+ * One function per PTX instruction, division by what a launch knows, and the launch macro.
  * ============================================================================================================ */
 
 /* Whether kernels that this thread launches may start before those in front of them have ended (programmatic dependent
@@ -271,6 +271,25 @@ DEVICE uint4 ldg_stream(const void *p) {
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                  : "l"(global_address(p)));
     return r;
+}
+
+/* Divides 0 <= x < 2^31 by n >= 1. With 2^shift the least power of two from n on, and inverse = ceil(2^(31 + shift) / n),
+ * which is less than 2^32,
+ *
+ *   x / n <= x inverse / 2^(31 + shift) <= x / n + x / 2^(31 + shift) < x / n + 1 / n
+ *
+ * and of the numbers from x / n up to x / n + 1 / n only the first may be whole: all round down to the same. */
+struct divisor {
+    int n, shift;
+    uint32_t inverse;
+    DEVICE_MEMBER int of(int x) const { return (int)(__umulhi((uint32_t)x << 1, inverse) >> shift); }
+    DEVICE_MEMBER int rest(int x) const { return x - of(x) * n; }
+};
+static struct divisor divisor_of(int n) {
+    struct divisor d = {n, 0, 0};
+    while (1LL << d.shift < n) d.shift++;
+    d.inverse = (uint32_t)(((1ULL << (31 + d.shift)) + (uint64_t)n - 1) / (uint64_t)n);
+    return d;
 }
 
 /* Requests n bytes into L2. p and n are multiples of 16. Changes no memory, so that loads may move over it. */
@@ -4410,9 +4429,9 @@ struct attn_args {
     struct l2_prefetch prefetch; /* decode */
     /* chosen keys */
     int top_k;             /* that a token sees at most; 0: all */
-    const int32_t *chosen; /* (n_tok, n_head_kv, n_topk) blocks of 2^block_shift keys, of tokens with more than top_k */
-    int n_topk, block_shift;
-    int block_mask, block_end; /* 2^block_shift - 1; BLOCK_END or POOL_END */
+    const int32_t *chosen; /* (n_tok, n_head_kv, n_topk) blocks of block.n keys, of tokens with more than top_k */
+    int n_topk, block_end; /* BLOCK_END or POOL_END */
+    struct divisor block;
     /* attention of one KV head: v has the compressed keys; the last rope.rope values of a result are rotated back by
      * rope.cs and rope.sn */
     bool one_kv;
@@ -4452,9 +4471,9 @@ struct attn_work {
      * row of their number, and keys before it `early` rows */
     int wrap, early, late;
     const int32_t
-        *chosen; /* blocks of 2^shift rows of the cache tensor, of which keys begin..end-1 are meant; NULL: keys are
+        *chosen; /* blocks of block.n rows of the cache tensor, of which keys begin..end-1 are meant; NULL: keys are
                               rows */
-    int shift;
+    struct divisor block;
     int window, first; /* attention of one KV head: the first so many keys are those of positions from `first` on */
     float factor;      /* scale * log2 e, for a softmax of base 2 */
 };
@@ -4500,13 +4519,20 @@ DEVICE void attn_rows_of(struct attn_work *w, const struct attn_args &a, bool ri
     w->late = ring ? w->wrap - w->k.shift : -w->k.shift;
 }
 
+/* Returns the position of key `key` of a list, in blocks of one or (BLOCKS) of w.block.n. */
+template <bool BLOCKS>
+DEVICE int attn_chosen(const struct attn_work &w, int key) {
+    if (!BLOCKS) return w.chosen[key];
+    const int at = w.block.of(key);
+    return key + (w.chosen[at] - at) * w.block.n;
+}
+
 /* Returns by how many rows key `key`, the first of a step, lies before row `key` of its cache tensor. CHOSEN: there
  * are no rings, and a step is 16 keys of one block. */
 template <bool CHOSEN>
 DEVICE int attn_back(const struct attn_work &w, int key) {
     if (!CHOSEN) return key < w.wrap ? w.early : w.late;
-    if (!w.chosen || key >= w.end) return key - w.k.at(key);
-    return key - w.k.at(w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1)));
+    return key - w.k.at(w.chosen && key < w.end ? attn_chosen<true>(w, key) : key);
 }
 
 /* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one
@@ -4557,9 +4583,9 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
 
 /* Returns how many keys the token at `pos` sees where keys are chosen. end: BLOCK_END, its own block ends with it;
  * POOL_END, the unfinished pool, which follows the chosen ones, has the keys after the last complete pool. */
-enum { BLOCK_END = -1, POOL_END = -2 };
+enum { BLOCK_END = 0, POOL_END = 1 };
 DEVICE int attn_seen(const struct attn_args &a, int pos, int end) {
-    return min(pos + 1, a.top_k - ((end - pos) & a.block_mask));
+    return min(pos + 1, a.top_k + 1 - a.block.n + a.block.rest(pos + end));
 }
 
 /* The same for attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
@@ -4612,7 +4638,7 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     const bool list = ONE_KV ? a.top_k && compressed > a.top_k : pos + t >= a.top_k;
     const int of = END == POOL_END ? t : t * a.n_head_kv + kvh; /* with pools all KV heads have one list */
     w->chosen = list ? a.chosen + (size_t)of * a.n_topk : NULL;
-    w->shift = a.block_shift;
+    w->block = a.block;
     w->window = min(pos + t + 1, a.window);
     w->first = pos + t + 1 - w->window;
     return w->split < w->n_split && t < n_tok;
@@ -4726,14 +4752,7 @@ DEVICE void kv_copy(uint8_t *to, const struct cache_tensor &p, int first, int ke
             cp_async16(to + kv_at<ROW>(row, at), from, (uint32_t)(key + row - low) < (uint32_t)(len - low));
 }
 
-/* Returns the position of key `key` of a list, in blocks of one or (POOLS) of 2^w.shift. */
-template <bool POOLS>
-DEVICE int attn_chosen(const struct attn_work &w, int key) {
-    if (!POOLS) return w.chosen[key];
-    return w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1));
-}
-
-/* The same for chosen keys, blocks of one or (POOLS) of 2^w.shift; first: the byte of a row. */
+/* The same for chosen keys, blocks of one or (POOLS) of w.block.n; first: the byte of a row. */
 template <int ROW, int N, int LANES, bool POOLS>
 DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, int first, const struct attn_work &w, int key,
                       int lane) {
@@ -5694,7 +5713,7 @@ struct mla_value_args {
 DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint16_t *x, int stride) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, col = 4 * (lane & 15);
     float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
-    for (int t = 0; t < a.n_tok; t++) {
+    UNROLL_BY(1) for (int t = 0; t < a.n_tok; t++) {
         const int len = attn_keys<false>(a, t, a.n_tok), keys = attn_split_keys(a, len);
         const int n_split = (len + keys - 1) / keys;
         const float2 *max_den = attn_max_den(a, make_int2(t, h));
@@ -6183,9 +6202,9 @@ struct index_args {
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
     int block_tokens; /* tokens of a block of k_index_scores or k_index_blocks, of one run */
     int top_k, n_list, n_topk, n_chosen, n_scores; /* n_chosen: of n_topk those that scores choose */
-    int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
-    int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
-    /* means: a key is made of the mean of 2^shift tokens' keys, of which the ring has those before the batch */
+    int block, local;        /* keys of a block; blocks that a query always sees, its own and those before it */
+    struct divisor together; /* a key has together.n tokens, and is seen from the last of them on */
+    /* means: a key is made of the mean of its tokens' keys, of which the ring has those before the batch */
     bool means, keep; /* keep: the ring gets those of the batch */
     struct cache_tensor ring;
     struct rope_table table; /* of the rotation: a key is rotated as the first of its tokens */
@@ -6196,8 +6215,8 @@ struct index_args {
 template <int PER>
 DEVICE void index_mean_store(const struct index_args &a, const struct run &u, int t, float *mean) {
     const struct rope_args &p = a.rope;
-    const int lane = threadIdx.x & 31, pos = run_base(u) + t, from = pos + 1 - (1 << a.shift);
-    const float each = 1.0f / (float)(1 << a.shift);
+    const int lane = threadIdx.x & 31, pos = run_base(u) + t, from = pos + 1 - a.together.n;
+    const float each = 1.0f / (float)a.together.n;
     float x[PER] = {};
     UNROLL_BY(4) for (int q = from; q <= pos; q++) {
         const float *key = q < u.pos ? (const float *)(a.ring.data + (size_t)run_row(u, a.ring, q) * a.ring.row_bytes)
@@ -6210,7 +6229,7 @@ DEVICE void index_mean_store(const struct index_args &a, const struct run &u, in
     rope_head_by<PER>(
         p, mean, p.k_norm, p.d, [&](int i) { return cosf(angle(i)) * a.table.factor; },
         [&](int i) { return sinf(angle(i)) * a.table.factor; }, x);
-    cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, pos >> a.shift), 0, 0, p.d, x);
+    cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, a.together.of(pos)), 0, 0, p.d, x);
 }
 
 /* Norm and rotation of the indexer's queries, and of its key of a token, which goes to the cache; with means of the key
@@ -6237,7 +6256,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         const int pos = run_base(u) + t;
         float *kept = (float *)(a.ring.data + (size_t)run_row(u, a.ring, pos) * a.ring.row_bytes);
         for (int i = lane; i < n && a.keep; i += 32) kept[i] = key[i];
-        if (t < p.batch.at->n_tok && (pos + 1) % (1 << a.shift) == 0) index_mean_store<PER>(a, u, t, row);
+        if (t < p.batch.at->n_tok && !a.together.rest(pos + 1)) index_mean_store<PER>(a, u, t, row);
         return;
     }
     if (a.bias) {
@@ -6304,7 +6323,7 @@ struct index_tile {
             pack<4> x = {};
             if (from) x = *(const pack<4> *)(from + at);
             UNROLL for (int k = 0; k < 2; k++) { /* four values of a lane and step each */
-                const int s = at / (4 * RUN) * (RUN / 4) + at % RUN / 4 + k, lane = (r & 7) * 4 + at / RUN % 4;
+                const int e = at + 4 * k, s = e / (4 * RUN) * (RUN / 4) + e % RUN / 4, lane = (r & 7) * 4 + e / RUN % 4;
                 pack<4> &to = q[(tile * STEPS + s) * 32 + lane];
                 to.x[r >> 3] = x.x[2 * k];
                 to.x[(r >> 3) + 2] = x.x[2 * k + 1];
@@ -6344,7 +6363,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     const int t0 = (int)blockIdx.y * a.block_tokens, n = min(a.n_tok - t0, a.block_tokens), n_index = a.rope.n_head;
     const struct run &u = a.rope.batch.run(a.first + t0);
-    const int pos = run_base(u) + a.first + t0, len = (pos + n) >> a.shift, m_tiles = (n_index + 15) / 16;
+    const int pos = run_base(u) + a.first + t0, len = a.together.of(pos + n), m_tiles = (n_index + 15) / 16;
     const struct run_rows where = run_rows_of(u, a.rope.kp);
     if (len <= a.top_k) return;
     L::queries(q, n * m_tiles, [&](int tile, int r) -> const uint16_t * {
@@ -6358,6 +6377,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
         keys.load(a.rope.kp, off, base, len, lane); /* scores of keys after the last are not stored */
         for (int tok = 0; tok < n; tok++) {
             const float *w = a.w + (size_t)(t0 + tok) * a.w_stride;
+            const int seen = a.together.of(pos + tok + 1);
             float sum[L::GROUPS][2] = {};
             for (int m = 0; m < m_tiles; m++) {
                 typename L::products acc = {};
@@ -6371,7 +6391,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
             UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) {
                 UNROLL for (int x = 4; x < 32; x *= 2) sum[i][e] += __shfl_xor_sync(0xFFFFFFFFu, sum[i][e], x);
                 const int key = base + 8 * i + 2 * t + e;
-                if (g || key >= (pos + tok + 1) >> a.shift) continue;
+                if (g || key >= seen) continue;
                 const float scale = FP8 ? a.rope.kp.scale[off + key] : 1.0f;
                 a.scores[(size_t)(t0 + tok) * a.n_scores + key] = a.score_scale * scale * sum[i][e];
             }
@@ -6453,7 +6473,8 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, parts = BLOCKS ? index_parts(a.block) : 1;
-    const int tok = a.first + (int)blockIdx.x / a.n_list, seen = (run_base(a.rope.batch.run(tok)) + tok + 1) >> a.shift;
+    const int tok = a.first + (int)blockIdx.x / a.n_list,
+              seen = a.together.of(run_base(a.rope.batch.run(tok)) + tok + 1);
     const int n = BLOCKS ? (seen + a.block - 1) / a.block : seen; /* blocks that the token sees */
     if (seen <= a.top_k) return;
     if (!tid && a.n_chosen < a.n_topk) a.chosen[(size_t)blockIdx.x * a.n_topk + a.n_chosen] = n;
@@ -6535,8 +6556,13 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
         int width;
         index_kernel *kernel[2][2]; /* keys or blocks; BF16, FP8 */
     } table[] = {
+        {16, {{k_index_scores<16, 0>, k_index_scores<16, 1>}, {}}},
         {32, {{k_index_scores<32, 0>, k_index_scores<32, 1>}, {}}},
+        {48, {{k_index_scores<48, 0>, k_index_scores<48, 1>}, {}}},
         {64, {{k_index_scores<64, 0>, k_index_scores<64, 1>}, {k_index_blocks<64, 0>, k_index_blocks<64, 1>}}},
+        {80, {{k_index_scores<80, 0>, k_index_scores<80, 1>}, {}}},
+        {96, {{k_index_scores<96, 0>, k_index_scores<96, 1>}, {}}},
+        {112, {{k_index_scores<112, 0>, k_index_scores<112, 1>}, {}}},
         {128, {{k_index_scores<128, 0>, k_index_scores<128, 1>}, {k_index_blocks<128, 0>, k_index_blocks<128, 1>}}},
     };
     for (auto &x : table)
@@ -9693,8 +9719,7 @@ static void choose_keys(const struct rank *r, const struct attn &shape, struct a
     a->top_k = most;
     a->chosen = r->cuda->topk_blocks;
     a->n_topk = attn_topk_blocks(&shape);
-    while (1 << a->block_shift < shape.index_block) a->block_shift++;
-    a->block_mask = shape.index_block - 1;
+    a->block = divisor_of(shape.index_block);
     a->block_end = index_by_block(&shape) ? POOL_END : BLOCK_END;
 }
 
@@ -9923,7 +9948,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.block = shape.index_block;
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
-    while (1 << a.shift < (shape.index_means ? shape.index_block : shape.compress_ratio)) a.shift++;
+    a.together = divisor_of(shape.index_means ? shape.index_block : max(shape.compress_ratio, 1));
     if (shape.index_means) {
         a.means = true;
         a.keep = !prefill; /* the ring has room for such a batch after what a key is made of */
@@ -9945,17 +9970,17 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
     const int most = INDEX_SCORES / (a.n_list * a.n_scores), rows = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
     a.block_tokens = a.rope.batch.several ? 1 : rows;
-    /* the first token that does not see all keys has (top_k + 1) 2^shift tokens */
-    const int dense = prefill ? max(0, min(r->n_tok, ((a.top_k + 1) << a.shift) - 1 - r->pos)) : 0,
+    /* the first token that does not see all keys has those of top_k + 1 keys before it, and itself */
+    const int dense = prefill ? max(0, min(r->n_tok, (a.top_k + 1) * a.together.n - 1 - r->pos)) : 0,
               step = max(1, min(blocks ? 512 : 64, most));
     for (a.first = dense; a.first < r->n_tok; a.first += step) {
         a.n_tok = min(r->n_tok - a.first, step);
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
         if (!shape.index_means) a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
         a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.n_list * a.n_topk);
-        const int tokens = min(a.n_tok, a.block_tokens), keys = (r->pos + a.first + a.n_tok) >> a.shift;
+        const int tokens = min(a.n_tok, a.block_tokens), keys = (r->pos + a.first + a.n_tok) / a.together.n;
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
-        const int tiles = ceil_div(prefill ? keys : r->n_ctx >> a.shift, INDEX_THREADS / 32 * INDEX_KEYS);
+        const int tiles = ceil_div(prefill ? keys : r->n_ctx / a.together.n, INDEX_THREADS / 32 * INDEX_KEYS);
         const dim3 grid((unsigned)max(1, min(tiles, 2 * c->n_sm)), ceil_div(a.n_tok, a.block_tokens));
         if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
         profile_next((double)keys * (double)(a.rope.kp.row_bytes + cache_scale_bytes(&a.rope.kp)), "%d keys", keys);
@@ -11643,9 +11668,6 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
     else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA && !a->index_means))
         snprintf(why, ERR_MAX, "an indexer with keys of %d (layer %d) is not supported on a GPU; use --cpu", a->index_k,
                  il);
-    else if (index_by_block(a) && a->index_block & (a->index_block - 1))
-        snprintf(why, ERR_MAX, "an indexer of %s of %d keys (layer %d) is not supported on a GPU; use --cpu",
-                 a->index_means ? "blocks" : "pools", a->index_block, il);
     else if (a->top_k &&
              (kind == ATTN_GQA && !a->index_means ? a->n_index > INDEX_ROWS
                                                   : index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10))

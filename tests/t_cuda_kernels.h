@@ -1677,8 +1677,7 @@ static void run_attention(const struct attn_case &c) {
     a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
     if (c.top_k) {
         a.top_k = c.top_k, a.chosen = chosen_d, a.n_topk = (int)n_topk;
-        while (1 << a.block_shift < c.block) a.block_shift++;
-        a.block_mask = c.block - 1, a.block_end = BLOCK_END;
+        a.block = divisor_of(c.block), a.block_end = BLOCK_END;
     }
     if (!c.mla && !c.prefill) a.arrived = arrived;
     if (q_gates) {

@@ -663,7 +663,7 @@ static void means_ring_shorter(const char *launch, void *args) {
     change_means(launch, args, [](auto &a) { a.ring.n_row--; });
 }
 static void means_of_fewer(const char *launch, void *args) {
-    change_means(launch, args, [](auto &a) { a.shift--; });
+    change_means(launch, args, [](auto &a) { a.together = divisor_of(a.together.n - 1); });
 }
 static void means_rotated_longer(const char *launch, void *args) {
     change_means(launch, args, [](auto &a) { a.table.factor *= 2; });
@@ -974,16 +974,19 @@ static void one_pool_fewer(const char *launch, void *args) {
     change_choice(launch, args, [](auto &a) { a.n_chosen--; });
 }
 static void pools_chosen_early(const char *launch, void *args) {
-    change_choice(launch, args, [](auto &a) { a.shift--; });
+    change_choice(launch, args, [](auto &a) { a.together = divisor_of(a.together.n - 1); });
 }
 static void unfinished_not_seen(const char *launch, void *args) {
-    change_seen_pools(launch, args, [](auto &a) { a.top_k -= a.block_mask; });
-}
-static void unfinished_seen_whole(const char *launch, void *args) {
-    change_seen_pools(launch, args, [](auto &a) { a.block_mask = 0; });
+    change_seen_pools(launch, args, [](auto &a) { a.top_k -= a.block.n - 1; });
 }
 static void half_pools(const char *launch, void *args) {
-    change_seen_pools(launch, args, [](auto &a) { a.block_shift--; });
+    change_seen_pools(launch, args, [](auto &a) { a.block = divisor_of(a.block.n / 2); });
+}
+static void pools_one_shorter(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.block = divisor_of(a.block.n - 1); });
+}
+static void pools_divided_by_more(const char *launch, void *args) {
+    change_seen_pools(launch, args, [](auto &a) { a.block.shift++; });
 }
 static void pools_of_next_token(const char *launch, void *args) {
     change_seen_pools(launch, args, [](auto &a) { a.chosen += a.n_topk; });
@@ -1244,8 +1247,9 @@ static const struct {
                 {"pools", "a pool fewer is chosen", one_pool_fewer},
                 {"pools", "pools are chosen before they end", pools_chosen_early},
                 {"pools", "the unfinished pool is not seen", unfinished_not_seen},
-                {"pools", "the unfinished pool is seen as a whole", unfinished_seen_whole},
                 {"pools", "half of a pool is seen", half_pools},
+                {"pools", "pools are shorter by a key", pools_one_shorter},
+                {"pools", "keys are divided among fewer pools", pools_divided_by_more},
                 {"pools", "tokens have the choice of the next", pools_of_next_token},
                 {"pools", "a head of the indexer is missing", head_dropped},
                 {"pools", "streams do not end in their mean", streams_weighted}};

@@ -580,9 +580,33 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
            fp8, pairs, bias, pools, sum.nmse(), bad);
 }
 
-/* Scores of keys, or with a block those of parts of blocks, for tokens that see `len` keys and more. */
-static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len) {
-    const int keys = len + n_tok - 1, per_score = block ? index_part(block) : 1,
+/* Divides numbers by n, of which the lanes of a block have one each: quotients, and what is left. */
+__global__ void k_divide(struct divisor n, const int *x, int2 *out) {
+    out[threadIdx.x] = make_int2(n.of(x[threadIdx.x]), n.rest(x[threadIdx.x]));
+}
+static void run_divide(int n) {
+    enum { NUMBERS = 256 };
+    std::vector<int> x;
+    while (x.size() < NUMBERS) { /* most around multiples of n, small ones and large ones */
+        const int64_t bound = (int64_t)1 << (1 + rnd() % 31), at = (int64_t)(rnd() % (uint32_t)(bound / n + 1)) * n;
+        x.push_back((int)std::max<int64_t>(0, std::min<int64_t>(at + (int)(rnd() % 3) - 1, INT_MAX)));
+    }
+    x[0] = 0, x[1] = INT_MAX, x[2] = INT_MAX / n * n, x[3] = max(x[2] - 1, 0);
+    gpu_array<int> x_d(x);
+    gpu_array<int2> out(x.size());
+    k_divide<<<1, NUMBERS, 0, test_stream>>>(divisor_of(n), x_d, out);
+    finish("quotients");
+    const std::vector<int2> got = out.get();
+    for (size_t i = 0; i < x.size(); i++)
+        if (!expect(got[i].x == x[i] / n && got[i].y == x[i] % n, "%d / %d: %d, rest %d", x[i], n, got[i].x, got[i].y))
+            break;
+}
+
+/* Scores of keys, each of so many tokens, or with a block those of parts of blocks, for tokens that see `len` keys and
+ * more. */
+static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len, int together = 1) {
+    auto seen = [&](int t) { return (len * together + t) / together; };
+    const int keys = seen(n_tok - 1), per_score = block ? index_part(block) : 1,
               n_scores = (keys + per_score - 1) / per_score;
     const int n_list = block ? n_index : 1, per = block ? INDEX_ROWS / n_list : (int)INDEX_TOKENS;
     test_cache k(keys, width, width, fp8);
@@ -592,8 +616,9 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     const std::vector<float> w = random_floats(n_tok * w_stride, 1);
     gpu_array<uint16_t> q_d(q);
     gpu_array<float> w_d(w), scores(std::vector<float>((size_t)(n_tok * n_list * n_scores), NAN));
-    gpu_batch b(len - 1, n_tok, len - 1);
+    gpu_batch b(len * together - 1, n_tok, len * together - 1);
     struct index_args a = {};
+    a.together = divisor_of(together);
     a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
     a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
     a.n_list = n_list, a.n_scores = n_scores, a.block = block, a.block_tokens = per;
@@ -611,8 +636,8 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
         for (int l = 0; l < n_list; l++)
             for (int s = 0; s < n_scores; s++) {
                 double want = block ? -INFINITY : 0;
-                if (s * per_score >= len + t) continue; /* the token does not see it */
-                for (int x = s * per_score; x < min((s + 1) * per_score, block ? keys : len + t); x++)
+                if (s * per_score >= seen(t)) continue; /* the token does not see it */
+                for (int x = s * per_score; x < min((s + 1) * per_score, block ? keys : seen(t)); x++)
                     for (int h = block ? l : 0; h < (block ? l + 1 : n_index); h++) {
                         double dot = 0;
                         for (int i = 0; i < width; i++)
@@ -623,21 +648,23 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
                     }
                 sum.add((double)got[(size_t)((t * n_list + l) * n_scores + s)], want);
             }
-    expect(sum.nmse() < 1e-9, "scores by %d heads of %d, fp8 %d, blocks of %d, %d tokens, %d keys: NMSE %.1e", n_index,
-           width, fp8, block, n_tok, len, sum.nmse());
+    expect(sum.nmse() < 1e-9,
+           "scores by %d heads of %d, fp8 %d, blocks of %d, %d tokens, %d keys of %d tokens: NMSE %.1e", n_index, width,
+           fp8, block, n_tok, len, together, sum.nmse());
 }
 
 /* Choices of `n_topk` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores;
- * pools: the unfinished pool follows. */
-static void run_index_choose(int n, int n_topk, int block, int local, int levels, bool pools = false) {
+ * pools: of so many keys, and the unfinished one follows. */
+static void run_index_choose(int n, int n_topk, int block, int local, int levels, int pools = 0) {
     const int n_list = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, block_keys = block ? block : 1;
     std::vector<float> score = random_floats(n_list * n_scores, 1);
     for (float &f : score) f = roundf(f * (float)levels) / (float)levels; /* many are equal, also 0 and -0 */
     gpu_array<float> score_d(score);
-    const int n_all = n_topk + pools;
+    const int n_all = n_topk + (pools > 0), together = max(pools, 1);
     gpu_array<int32_t> chosen((size_t)(n_list * n_all));
-    gpu_batch b(n * block_keys - 2, 1, 0);
+    gpu_batch b(n * block_keys * together - 2, 1, 0);
     struct index_args a = {};
+    a.together = divisor_of(together);
     a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = n_topk * block_keys,
     a.n_list = n_list;
     a.n_topk = n_all, a.n_chosen = n_topk, a.n_scores = n_scores, a.block = block, a.local = local;
@@ -675,12 +702,15 @@ extern "C" void cuda_test_indexer(void) {
             run_index_scores(width, fp8, 36, 0, 3, 300);
             for (int block : {16, 64}) run_index_scores(width, fp8, 3, block, 23, 300);
         }
+        for (int width = 16; width <= INDEX_WIDTH; width += 16)
+            run_index_scores(width, fp8, 20, 0, 5, 100, 3), run_index_scores(width, fp8, 5, 0, 3, 70, 4);
     }
     run_index_choose(9001, 2048, 0, 0, 8), run_index_choose(70, 33, 0, 0, 1), run_index_choose(9001, 700, 0, 0, 100000);
     run_index_choose(7100, 2100, 0, 0, 8), run_index_choose(9001, 40, 16, 2, 8),
         run_index_choose(8300, 16, 32 * 31, 1, 100);
     run_index_choose(7100, 16, 32 * 31, 1, 100), run_index_choose(20, 4, 64, 1, 2);
-    run_index_choose(9001, 512, 0, 0, 8, true), run_index_choose(70, 33, 0, 0, 1, true);
+    run_index_choose(9001, 512, 0, 0, 8, 1), run_index_choose(70, 33, 0, 0, 1, 4), run_index_choose(70, 33, 0, 0, 8, 3);
+    for (int n : {1, 2, 3, 4, 5, 7, 48, 127, 128, 641, 4096, 65535, 1000003, 1 << 28, INT_MAX}) run_divide(n);
 }
 
 /* ---- statistics, FP4 ---- */
