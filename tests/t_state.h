@@ -1002,34 +1002,54 @@ static void test_state_compressed(void) {
     }
 }
 
-/* Going back in DeepSeek-V4, where drafts have overwritten all rows of the rings of its compressors that they may: to the
- * first length that these allow, at every place in a key of 4 tokens; one token before that from a snapshot, and from
- * there as far as its own rows reach. Catches a length that forgets tokens that a key is made of, and snapshots and files
- * without some of the rings. */
-static void test_state_compressed_back(void) {
+/* Going back where drafts have overwritten all rows of the rings that compressed keys are made of that they may: to the
+ * first length that these allow, at every place in a key; one token before that from a snapshot, and from there as far as
+ * its own rows reach. Catches a length that forgets tokens that a key is made of, rings with a row less than that takes,
+ * and snapshots and files without some of the rings. */
+static void check_compressed_back(const struct model *m, const int32_t ids[160]) {
     enum { MARK = 60, NEW = 20 };
     static const int before[] = {0, 1, MAX_ROLLBACK}; /* the snapshot; 0: the first length that rings allow */
-    int32_t ids[160], other[160];
-    struct model m;
+    int32_t other[160];
     char err[ERR_MAX] = "";
-    if (!state_model(&m, ids, 160, STATE_MODELS)) return;
     for (int i = 0; i < (SANITIZED ? 2 : 4); i++) {
         const int mark = MARK + i, n = 110 + i, *const layout = state_layouts[i % STATE_LAYOUTS];
         for (int back = 0; back < 3; back++) {
             struct session s;
-            state_open(&s, &m, layout[0], layout[1], KV_F32);
+            state_open(&s, m, layout[0], layout[1], KV_F32);
             CHECK(session_sync(&s, ids, n, mark, err) == SYNC_DONE, "%s", err);
             session_forward(&s, ids, DECODE_MAX_TOKENS);
             s.n_past -= DECODE_MAX_TOKENS; /* as session_decode takes drafts back */
             const int reach = session_reach(&s), at = back ? mark - before[back] : reach;
-            CHECK(reach == n - DECODE_MAX_TOKENS, "reach %d of %d", reach, n);
-            if (back) CHECK(session_truncate(&s, reach - 1) == mark, "no snapshot after %d tokens", mark);
-            memcpy(other, ids, sizeof ids);
+            CHECK(reach == n - DECODE_MAX_TOKENS, "%s: reach %d of %d", m->name, reach, n);
+            if (back) CHECK(session_truncate(&s, reach - 1) == mark, "%s: no snapshot after %d tokens", m->name, mark);
+            memcpy(other, ids, sizeof other);
             other[at] ^= 1;
-            state_sync(&s, &m, other, n + NEW, 0, n + NEW - at, back ? "after a snapshot" : "within rings");
+            state_sync(&s, m, other, n + NEW, 0, n + NEW - at, back ? "after a snapshot" : "within rings");
             session_free(&s);
         }
     }
+}
+
+/* DeepSeek-V4, and layers of Qwen3.8-Flash-Next without recurrent ones, which could not go back. */
+static void test_state_compressed_back(void) {
+    /* clang-format off */
+    static const struct synth means = {"means of keys", "qwen4exp", .keys =
+        "block_count=2 embedding_length=64 attention.head_count=4 attention.head_count_kv=2 attention.key_length=16 "
+        "rope.dimension_count=8 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
+        "ssm.inner_size=128 full_attention_interval=1 hyper_connection.count=2 hyper_connection.low_rank=32 "
+        "attention.indexer.head_count=3 attention.indexer.key_length=16 attention.indexer.top_k=60 "
+        "attention.compress_ratios=5,3 expert_count=8 expert_used_count=2 expert_feed_forward_length=64 "
+        "expert_shared_count=1 vocab_size=96 context_length=256 rope.freq_base=1e7"};
+    /* clang-format on */
+    int32_t ids[160];
+    struct model m;
+    if (!state_model(&m, ids, 160, STATE_MODELS)) return;
+    check_compressed_back(&m, ids);
+    model_free(&m);
+    memset(&m, 0, sizeof m);
+    synth_make(&m, &means, NULL, false);
+    for (int i = 0; i < 160; i++) ids[i] %= m.n_vocab;
+    check_compressed_back(&m, ids);
     model_free(&m);
 }
 
