@@ -29903,6 +29903,7 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     }
     r->weights += plan_last_row(m) + (m->hc_low ? 0 : 4 * (int64_t)m->n_embd); /* the last norm */
     if (m->embd_norm) r->weights += 4 * (int64_t)m->n_embd;
+    if (m->ngram->id) r->weights += 4 * (int64_t)m->n_vocab;
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {

@@ -601,6 +601,9 @@ DEVICE uint32_t raw_fp4(bool nv, const uint8_t *row, int col) {
     return out;
 }
 
+/* 2^(code - 127). */
+DEVICE float e8m0_value(uint32_t code) { return __uint_as_float(code ? code << 23 : 0x00400000u); }
+
 /* Reads a weight of a row of any format. */
 DEVICE float raw_value(enum gguf_type type, const uint8_t *row, int col) {
     static_assert(GGUF_FORMAT_COUNT == 6, "raw_value reads every format");
@@ -617,8 +620,7 @@ DEVICE float raw_value(enum gguf_type type, const uint8_t *row, int col) {
     }
     if (type == GGUF_MXFP4) {
         const uint8_t *b = row + col / 32 * 17;
-        const uint32_t power = b[0] ? (uint32_t)b[0] << 23 : 0x00400000u; /* 2^(b[0] - 127) */
-        return e2m1(b[1 + col % 16] >> (col & 16 ? 4 : 0) & 15u) * 0x1p14f * __uint_as_float(power);
+        return e2m1(b[1 + col % 16] >> (col & 16 ? 4 : 0) & 15u) * 0x1p14f * e8m0_value(b[0]);
     }
     return raw_float(type, row, col);
 }
@@ -1656,16 +1658,17 @@ __global__ void __launch_bounds__(256) k_streams_read(const __grid_constant__ st
     if (a.h16) *(uint2 *)(a.h16 + at) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
 }
 
-/* Rows of the table of n-grams, and what they add to the streams. A token's ring row has for every stream what is under
- * the convolution, then the token's id. */
+/* Rows of a table of n-grams, and what they add to the streams. A token's ring row has for every stream what is under
+ * the convolution, if there is one, then the token's id. */
 struct ngram_args {
     struct batch_ref batch;
     const int32_t *tokens;
-    struct ngram table;            /* its rows are in pinned memory of the host, as in the file */
+    struct ngram table; /* its rows and their scales are in pinned memory of the host, as in the file; its ids on the GPU */
     uint64_t inverse[NGRAM_HEADS]; /* floor((2^64 - 1) / n_row) of a head, see ngram_divide */
     float scale;                   /* of the table's values */
     uint16_t *rows;                /* (n_tok, n_head * table.row) */
     struct cache_tensor ring;
+    int n_kept; /* values of its rows before the token's id */
 
     float *streams;                    /* (n_tok, n_hc, n) */
     const uint16_t *norms, *keys;      /* (n_tok, n_hc, n) */
@@ -1675,13 +1678,13 @@ struct ngram_args {
     float *gates; /* (n_tok, 2, n_hc) factors of the values in the streams, and in their norms under the convolution */
     int n, n_hc;
     float eps;
-    int first;      /* token of the batch that the launch begins with */
-    bool add, keep; /* it adds to the streams; the ring gets its tokens */
+    int first, keep; /* tokens of the batch: the launch begins with; the ring gets them from there on */
+    bool add;        /* it adds to the streams */
 };
 
 /* The ring's row of position p, which is before the batch or one of those that it keeps. */
 DEVICE float *ngram_kept(const struct ngram_args &a, const struct run &u, int p) {
-    return (float *)(a.ring.data + (size_t)run_row(u, a.ring, p) * a.ring.row_bytes);
+    return (float *)(a.ring.data + (size_t)(p % a.ring.n_row + run_rows_of(u, a.ring).shift) * a.ring.row_bytes);
 }
 
 /* The id of row t of the batch. One of -1, where the host has to choose, counts as 0: the forward is thrown away. */
@@ -1697,9 +1700,9 @@ DEVICE size_t ngram_row(const struct ngram_args &a, int t, int head) {
     UNROLL_BY(1) for (int s = 0; s < n; s++) {
         int32_t id = g.eos;
         if (!ended && s <= pos)
-            id = pos - s < u.pos ? (int32_t)ngram_kept(a, u, pos - s)[a.n_hc * a.n] : ngram_id(a, t - s);
-        ended |= s && id == g.eos;
-        mixed ^= id * g.multiplier[s];
+            id = pos - s < u.pos ? (int32_t)ngram_kept(a, u, pos - s)[a.n_kept] : ngram_id(a, t - s);
+        ended |= g.ends && s && id == g.eos;
+        mixed ^= (g.id ? g.id[id] : id) * g.multiplier[s];
     }
     /* mixed < 2^63: the quotient is exact or one too small */
     const uint64_t n_row = (uint64_t)g.n_row[head], quotient = __umul64hi((uint64_t)mixed, a.inverse[head]);
@@ -1720,11 +1723,24 @@ __global__ void __launch_bounds__(128, 1) k_ngram_rows(const __grid_constant__ s
     const struct ngram &g = a.table;
     const int head = (int)(blockIdx.x * 4 + threadIdx.x / WARP), t = (int)blockIdx.y;
     if (head >= g.n_head || t >= a.batch.at->n_tok) return;
-    const uint8_t *row = g.table.data + ngram_row(a, t, head) * g.table.row_bytes;
+    const size_t n = ngram_row(a, t, head);
+    const uint8_t *row = g.table.data + n * g.table.row_bytes, *scales = g.scales.data + n * g.scales.row_bytes;
     uint16_t *to = a.rows + ((size_t)t * (size_t)g.n_head + (size_t)head) * (size_t)g.row;
-    UNROLL_BY(4)
-    for (int i = (int)threadIdx.x % WARP; i < g.row; i += WARP)
-        to[i] = clamped_f16(raw_value(g.table.type, row, i) * a.scale);
+    const int lane = (int)threadIdx.x % WARP;
+    if (!g.scales.data) {
+        UNROLL_BY(4)
+        for (int i = lane; i < g.row; i += WARP) to[i] = clamped_f16(raw_value(g.table.type, row, i) * a.scale);
+        return;
+    }
+    UNROLL_BY(2) for (int i = 4 * lane; i < g.row; i += 4 * WARP) {
+        const uint32_t codes = *(const uint32_t *)(row + i);
+        const float scale = e8m0_value(scales[i / NGRAM_SCALE]);
+        const uint32_t lo = e4m3x2_to_f16x2((uint16_t)codes), hi = e4m3x2_to_f16x2((uint16_t)(codes >> 16));
+        auto pair = [&](uint32_t v) {
+            return clamped_f16x2(half_to_f32((uint16_t)v) * scale, half_to_f32((uint16_t)(v >> 16)) * scale);
+        };
+        *(uint2 *)(to + i) = make_uint2(pair(lo), pair(hi));
+    }
 }
 
 /* The gates of a token and stream: of the product of the stream's norm with the norm of its key.
@@ -1757,10 +1773,11 @@ __global__ void __launch_bounds__(NORM_THREADS) k_ngram_gate(const __grid_consta
     to[a.n_hc] = gate * rsqrtf(gate * gate * values / (float)n + a.eps);
 }
 
-/* Adds the values, and their convolution, to the streams; what is under the convolution goes to the ring. In prefill,
- * where that overwrites rows that are read, in a launch of its own.
+/* Adds the values, and with CONV their convolution, to the streams; what is under the convolution and the ids go to the
+ * ring. In prefill, where that overwrites rows that a convolution reads, in a launch of its own.
  * Grid: (ceil(n / 1024), n_hc, tokens from `first` on), block: 256, four columns a thread. Reads 4 n_conv bytes of values
  * and of taps per column, from L2: latency. */
+template <bool CONV>
 __global__ void __launch_bounds__(256) k_ngram_add(const __grid_constant__ struct ngram_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1771,35 +1788,55 @@ __global__ void __launch_bounds__(256) k_ngram_add(const __grid_constant__ struc
     const struct run &u = a.batch.run(t);
     const int pos = run_base(u) + t;
     const size_t column = (size_t)j * (size_t)n + (size_t)i;
-    const float4 w = *(const float4 *)(a.conv_norm + column);
-    auto normed = [&](int p) {
-        const int row = t - (pos - p);
-        if (p < u.pos) return *(const float4 *)(ngram_kept(a, u, p) + column);
-        return norm_value(*(const float4 *)(a.value + (size_t)row * (size_t)n + i),
-                          a.gates[(size_t)(2 * row + 1) * (size_t)a.n_hc + j], w);
-    };
-    if (a.add) {
-        float4 y = make_float4(0, 0, 0, 0);
-        UNROLL_BY(1) for (int c = 0; c < g.n_conv; c++) {
-            const int p = pos - (g.n_conv - 1 - c) * g.size;
-            const float *tap = a.taps + column * (size_t)g.n_conv + c;
-            if (p < 0) continue;
-            const float4 x = normed(p);
-            y.x = fmaf(tap[0], x.x, y.x);
-            y.y = fmaf(tap[g.n_conv], x.y, y.y);
-            y.z = fmaf(tap[2 * g.n_conv], x.z, y.z);
-            y.w = fmaf(tap[3 * g.n_conv], x.w, y.w);
-        }
-        float4 *to = (float4 *)(a.streams + (size_t)t * (size_t)(a.n_hc * n) + column);
-        const float4 v = *(const float4 *)(a.value + (size_t)t * (size_t)n + i), x = *to;
-        const float gate = a.gates[(size_t)(2 * t) * (size_t)a.n_hc + j];
-        auto sum = [&](float was, float value, float c) { return fmaf(gate, value, was) + c * logistic(c); };
-        *to = make_float4(sum(x.x, v.x, y.x), sum(x.y, v.y, y.y), sum(x.z, v.z, y.z), sum(x.w, v.w, y.w));
-    }
-    if (!a.keep) return;
+    float4 *to = (float4 *)(a.streams + (size_t)t * (size_t)(a.n_hc * n) + column);
     float *kept = ngram_kept(a, u, pos);
-    *(float4 *)(kept + column) = normed(pos);
-    if (!i && !j) kept[a.n_hc * n] = (float)ngram_id(a, t);
+    if (t >= a.keep && !i && !j) kept[a.n_kept] = (float)ngram_id(a, t);
+    const float4 v = *(const float4 *)(a.value + (size_t)t * (size_t)n + i);
+    const float gate = a.gates[(size_t)(2 * t) * (size_t)a.n_hc + j];
+    if constexpr (!CONV) {
+        const float4 x = *to;
+        *to = make_float4(fmaf(gate, v.x, x.x), fmaf(gate, v.y, x.y), fmaf(gate, v.z, x.z), fmaf(gate, v.w, x.w));
+    } else {
+        const float4 w = *(const float4 *)(a.conv_norm + column);
+        auto normed = [&](int row) { /* of the batch */
+            return norm_value(*(const float4 *)(a.value + (size_t)row * (size_t)n + i),
+                              a.gates[(size_t)(2 * row + 1) * (size_t)a.n_hc + j], w);
+        };
+        if (a.add) {
+            float4 y = make_float4(0, 0, 0, 0);
+            int c = 0;
+            do {
+                const int p = pos - (g.n_conv - 1 - c) * g.size;
+                const float *tap = a.taps + column * (size_t)g.n_conv + c;
+                if (p < 0) continue;
+                const float4 x = p < u.pos ? *(const float4 *)(ngram_kept(a, u, p) + column) : normed(t - (pos - p));
+                y.x = fmaf(tap[0], x.x, y.x);
+                y.y = fmaf(tap[g.n_conv], x.y, y.y);
+                y.z = fmaf(tap[2 * g.n_conv], x.z, y.z);
+                y.w = fmaf(tap[3 * g.n_conv], x.w, y.w);
+            } while (++c < g.n_conv);
+            const float4 x = *to;
+            auto sum = [&](float was, float value, float c) { return fmaf(gate, value, was) + c * logistic(c); };
+            *to = make_float4(sum(x.x, v.x, y.x), sum(x.y, v.y, y.y), sum(x.z, v.z, y.z), sum(x.w, v.w, y.w));
+        }
+        if (t >= a.keep) *(float4 *)(kept + column) = normed(t);
+    }
+}
+
+/* Launches it for n_tok tokens, of which the last come into the ring. */
+static void ngram_add(struct ngram_args *a, int n_tok, cudaStream_t s) {
+    const int kept = max(0, n_tok - a->ring.n_row);
+    const unsigned blocks = (unsigned)(a->n + 1023) / 1024, streams = (unsigned)a->n_hc;
+    const bool conv = a->table.n_conv > 0, later = conv && n_tok > DECODE_MAX_TOKENS;
+    a->add = true;
+    a->first = 0;
+    a->keep = later ? n_tok : kept; /* what few tokens read and keep fits into the ring together */
+    if (conv) LAUNCH_PDL(k_ngram_add<true>, dim3(blocks, streams, (unsigned)n_tok), 256, 0, s, *a);
+    else LAUNCH_PDL(k_ngram_add<false>, dim3(blocks, streams, (unsigned)n_tok), 256, 0, s, *a);
+    if (!later) return;
+    a->add = false;
+    a->first = a->keep = kept;
+    LAUNCH_PDL(k_ngram_add<true>, dim3(blocks, streams, (unsigned)(n_tok - kept)), 256, 0, s, *a);
 }
 
 /* ============================================================================================================
@@ -9497,6 +9534,7 @@ static struct ngram_args ngram_args_of(const struct rank *r, int il) {
     a.table = *layer_ngram(r->m, layer);
     a.scale = a.table.table.scale ? a.table.table.scale[0] : 1.0f;
     a.ring = r->cache[il][CACHE_NGRAM];
+    a.n_kept = ngram_kept_values(r->m);
     a.streams = c->x32[A_HC];
     a.key_norm = layer->ngram_key_norm;
     a.conv_norm = layer->ngram_conv_norm;
@@ -9512,8 +9550,7 @@ static void cuda_ngrams(struct rank *r, const struct step *s) {
     struct ngram_args a = ngram_args_of(r, s->il);
     a.rows = r->cuda->x16[s->out[0]];
     ngram_divide(&a);
-    profile_next((double)a.table.n_head * (double)a.table.table.row_bytes, "%d rows of %d", a.table.n_head,
-                 a.table.row);
+    profile_next(ngram_reads(&a.table), "%d rows of %d", a.table.n_head, a.table.row);
     LAUNCH_PDL(k_ngram_rows, dim3(ceil_div(a.table.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, a);
 }
 
@@ -9524,21 +9561,12 @@ static void cuda_ngrams_add(struct rank *r, const struct step *s) {
     a.keys = c->x16[s->in[1]];
     a.value = c->x32[s->in[2]];
     const double values = (double)a.n_hc * a.n * sizeof(float);
-    const unsigned blocks = ceil_div(a.n, 1024), streams = (unsigned)a.n_hc;
     profile_next(values, "%d streams of %d", a.n_hc, a.n);
-    LAUNCH_PDL(k_ngram_gate, dim3(streams, (unsigned)r->n_tok), NORM_THREADS, 0, c->stream, a);
-    a.add = true;
-    a.keep = r->n_tok <= DECODE_MAX_TOKENS; /* what such a forward reads and keeps fits into the ring together */
+    LAUNCH_PDL(k_ngram_gate, dim3((unsigned)a.n_hc, (unsigned)r->n_tok), NORM_THREADS, 0, c->stream, a);
     profile_next((1 + a.table.n_conv) * values + layer_reads(r->m, &r->m->layers[s->il], r->kv_type,
                                                              (size_t)(r->pos + r->n_tok), CACHE_NGRAM, CACHE_NGRAM),
                  "%d streams of %d", a.n_hc, a.n);
-    LAUNCH_PDL(k_ngram_add, dim3(blocks, streams, (unsigned)r->n_tok), 256, 0, c->stream, a);
-    if (a.keep) return;
-    const int kept = min(r->n_tok, a.ring.n_row);
-    a.add = false;
-    a.keep = true;
-    a.first = r->n_tok - kept;
-    LAUNCH_PDL(k_ngram_add, dim3(blocks, streams, (unsigned)kept), 256, 0, c->stream, a);
+    ngram_add(&a, r->n_tok, c->stream);
 }
 
 static void cuda_read_blocks(struct rank *r, const struct step *s) {
@@ -11233,6 +11261,8 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     vector_upload(r, &m->hc_head.norm, (size_t)(m->n_hc * m->n_embd), "norms");
     vector_upload(r, &m->embd_norm, (size_t)m->n_embd, "norms");
     vector_upload(r, &m->read_end, (size_t)m->n_embd, "norms");
+    vector_upload(r, &m->ngram->id, (size_t)m->n_vocab, "ids of n-grams");
+    for (int i = 1; i < m->n_ngram; i++) m->ngram[i].id = m->ngram->id;
     for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
         struct layer *layer = &m->layers[il];
         const struct layer *first = &m->layers[layer_of_block(m, layer->block)];
@@ -11275,40 +11305,53 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     r->weight_bytes = c->allocated;
 }
 
-/* Whether a layer of the shard reads the table of n-grams. */
-static bool shard_ngrams(const struct model *m) {
+/* Whether a layer of the shard reads table i of n-grams. */
+static bool shard_ngrams(const struct model *m, int i) {
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].ngrams) return true;
+        if (m->layers[il].ngrams == i + 1) return true;
     return false;
 }
 
-/* Copies the table of n-grams to pinned memory of the host, once for the ranks of a stage: a token reads a few rows, of
- * up to 100 GB. All ranks call it. */
-static void ngrams_upload(struct rank *r) {
-    struct cuda *c = r->cuda;
-    const struct shard shard = r->m->shard;
-    struct weight *w = &c->model.ngram->table;
+/* Copies a matrix of a table of n-grams to pinned memory of the host. NULL: it has no data, or after an error. */
+static void *ngrams_pin(struct rank *r, const struct weight *w) {
     const size_t bytes = (size_t)w->n_out * w->row_bytes, piece = STAGING_BYTES;
-    const bool reads = shard_ngrams(r->m);
-    void *mine = NULL, *all[MAX_RANKS];
+    void *to = NULL;
     uint64_t rng = 42;
-    if (!c->failed && reads && !shard.rank) {
-        char what[96];
-        snprintf(what, sizeof what, "%.2f GiB of host memory for the table of n-grams", (double)bytes / 0x1p30);
-        if (CUDA_OK(r, cudaHostAlloc(&mine, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
-            arrput(c->pinned, mine);
+    char what[96];
+    if (!w->data || r->cuda->failed) return NULL;
+    snprintf(what, sizeof what, "%.2f GiB of host memory for the table of n-grams", (double)bytes / 0x1p30);
+    if (!CUDA_OK(r, cudaHostAlloc(&to, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what)) return NULL;
+    arrput(r->cuda->pinned, to);
+    if (r->m->synthetic) {
+        synth_fill((uint8_t *)to, bytes, w->type, false, &rng);
+        return to;
     }
-    if (mine && r->m->synthetic) {
-        synth_fill((uint8_t *)mine, bytes, w->type, false, &rng);
-    } else if (mine) {
-        const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)w->data / page * page;
-        madvise((void *)from, (uintptr_t)w->data + bytes - from, MADV_SEQUENTIAL); /* not as a CPU reads it */
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)w->data / page * page;
+    madvise((void *)from, (uintptr_t)w->data + bytes - from, MADV_SEQUENTIAL); /* not as a CPU reads it */
 #pragma omp parallel for schedule(dynamic)
-        for (size_t at = 0; at < bytes; at += piece)
-            memcpy((uint8_t *)mine + at, w->data + at, bytes - at < piece ? bytes - at : piece);
+    for (size_t at = 0; at < bytes; at += piece)
+        memcpy((uint8_t *)to + at, w->data + at, bytes - at < piece ? bytes - at : piece);
+    return to;
+}
+
+/* Copies the tables of n-grams to pinned memory of the host, once for the ranks of a stage: a token reads a few rows, of
+ * up to 200 GB. All ranks call it. */
+static void ngrams_upload(struct rank *r) {
+    struct model *m = &r->cuda->model;
+    const struct shard shard = m->shard;
+    void *mine[NGRAM_TABLES][2] = {}, *all[MAX_RANKS][NGRAM_TABLES][2];
+    static_assert(sizeof mine <= ALL_GATHER_MAX, "all ranks hear of all tables");
+    for (int i = 0; i < m->n_ngram; i++) {
+        if (shard.rank || !shard_ngrams(m, i)) continue;
+        mine[i][0] = ngrams_pin(r, &m->ngram[i].table);
+        mine[i][1] = ngrams_pin(r, &m->ngram[i].scales);
     }
-    rank_all_gather(r, &mine, all, sizeof mine);
-    if (reads) w->data = (const uint8_t *)all[shard.stage * shard.n_rank];
+    rank_all_gather(r, mine, all, sizeof mine);
+    for (int i = 0; i < m->n_ngram; i++) {
+        if (!shard_ngrams(m, i)) continue;
+        m->ngram[i].table.data = (const uint8_t *)all[shard.stage * shard.n_rank][i][0];
+        m->ngram[i].scales.data = (const uint8_t *)all[shard.stage * shard.n_rank][i][1];
+    }
 }
 
 /* Whether there is such a tensor but no copy of it. own: of r->m; host: of the shard. */
@@ -11331,12 +11374,19 @@ static void upload_check(struct rank *r) {
                  {"output_hc_down.weight", matrix_missing(&m->hc_head.down)},
                  {"output_hc_up.weight", matrix_missing(&m->hc_head.up)},
                  {"token_embd_norm.weight", vector_missing(m->embd_norm, shard->embd_norm)},
-                 {"output_res.weight", vector_missing(m->read_end, shard->read_end)},
-                 {"per_layer_token_embd.weight",
-                  shard_ngrams(m) && vector_missing(m->ngram->table.data, shard->ngram->table.data)}};
+                 {"output_res.weight", vector_missing(m->read_end, shard->read_end)}};
     static const char why[] = "was not copied to the GPU, which is a mistake in the program";
     for (const auto &x : whole)
         if (x.missing) rank_fail(r, "tensor '%s' %s", x.name, why);
+    for (int i = 0; i < m->n_ngram; i++) {
+        const struct ngram *own = &m->ngram[i], *host = &shard->ngram[i];
+        char name[64] = "per_layer_token_embd";
+        if (!own->ends) snprintf(name, sizeof name, "blk.%d.engram_embd", own->layer);
+        if (!shard_ngrams(m, i)) continue;
+        if (vector_missing(own->table.data, host->table.data)) rank_fail(r, "tensor '%s.weight' %s", name, why);
+        if (vector_missing(own->scales.data, host->scales.data)) rank_fail(r, "tensor '%s_scale.weight' %s", name, why);
+        if (vector_missing(own->id, host->id)) rank_fail(r, "engram.token_map %s", why);
+    }
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *own = &m->layers[il], *host = &shard->layers[il];
         const char *name = ""; /* of the row, or of the row that it is a part of */

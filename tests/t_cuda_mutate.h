@@ -644,10 +644,10 @@ static void ngrams_conv_weights(const char *launch, void *args) {
     change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.conv_norm = a.key_norm; });
 }
 static void ngrams_ring_not_kept(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.keep = !a.add; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.keep = a.add ? INT_MAX : a.keep; });
 }
 static void ngrams_ring_one_fewer(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.first += !a.add; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.keep += !a.add; });
 }
 static void ngrams_ring_shorter(const char *launch, void *args) {
     change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.ring.n_row--; });

@@ -784,29 +784,44 @@ static void run_quantize(int n_row, int n_in) {
 }
 
 /* Rows of a table of n-grams in a format, which tokens choose, with ids before the batch in the ring. Two texts end, one
- * of them within an n-gram of the batch. */
-static void run_ngram_rows(enum gguf_type type, int n) {
-    enum { FIRST = 3, TOKENS = 5, HEADS = 4, ROWS = 37, EOS = 5, RING = 9, WIDE = 4 };
+ * of them within an n-gram of the batch. GGUF_I8: rows are E4M3 with scales, tokens are hashed by other ids, and n-grams
+ * go beyond the end of a text. */
+static void run_ngram_rows(int type, int n) {
+    enum { FIRST = 3, TOKENS = 5, HEADS = 4, ROWS = 37, EOS = 5, RING = 9, WIDE = 4, IDS = 16 };
     static const int32_t ids[FIRST + TOKENS] = {7, EOS, 9, 4, EOS, 11, 12, 4};
     static const int64_t multiplier[] = {23703573157769, 20109073645365, 8052911324071};
-    const float scale = 0.75f;
-    std::vector<uint8_t> rows(HEADS * ROWS * gguf_row_bytes(type, (size_t)n));
+    const bool plain = type != GGUF_I8;
+    const size_t n_scale = (size_t)n / NGRAM_SCALE,
+                 bytes = plain ? gguf_row_bytes((enum gguf_type)type, (size_t)n) : (size_t)n;
+    const float scale = plain ? 0.75f : 1.0f;
+    std::vector<uint8_t> rows(HEADS * ROWS * bytes), scales(HEADS * ROWS * n_scale);
+    std::vector<int32_t> map(IDS);
     uint64_t rng = 3;
-    synth_fill(rows.data(), rows.size(), type, false, &rng);
+    auto next = [&] { return (uint32_t)((rng = rng * 6364136223846793005u + 1442695040888963407u) >> 33); };
+    synth_fill(rows.data(), rows.size(), plain ? (enum gguf_type)type : GGUF_F16, false, &rng);
+    for (size_t i = 0; i < rows.size() && !plain; i++) { /* every code but NaN */
+        const uint8_t code = (uint8_t)next();
+        rows[i] = (code & 0x7F) == 0x7F ? 0 : code;
+    }
+    for (uint8_t &x : scales) x = (uint8_t)(110 + next() % 30); /* some values are beyond halves */
+    scales[0] = 0;
+    for (int i = 0; i < IDS; i++) map[(size_t)i] = plain ? i : (7 * i + 3) % IDS;
     std::vector<float> kept(RING * 2 * WIDE);
     for (int p = 0; p < FIRST; p++) kept[(size_t)(p * 2 * WIDE + WIDE)] = (float)ids[p];
-    gpu_array<uint8_t> rows_d(rows);
+    gpu_array<uint8_t> rows_d(rows), scales_d(scales);
     gpu_array<float> kept_d(kept);
-    gpu_array<int32_t> ids_d(std::vector<int32_t>(ids + FIRST, ids + FIRST + TOKENS));
+    gpu_array<int32_t> ids_d(std::vector<int32_t>(ids + FIRST, ids + FIRST + TOKENS)), map_d(map);
     gpu_array<uint16_t> out((size_t)(TOKENS * HEADS * n));
     gpu_batch b(FIRST, TOKENS, FIRST);
     struct ngram_args a = {};
-    a.batch = b, a.tokens = ids_d, a.rows = out, a.scale = scale, a.n_hc = 1, a.n = WIDE;
-    a.table.per_size = 2, a.table.n_head = HEADS, a.table.row = n, a.table.eos = EOS;
+    a.batch = b, a.tokens = ids_d, a.rows = out, a.scale = scale, a.n_kept = WIDE;
+    a.table.per_size = 2, a.table.n_head = HEADS, a.table.row = n, a.table.eos = EOS, a.table.ends = plain;
+    if (!plain) a.table.id = map_d;
     memcpy(a.table.multiplier, multiplier, sizeof multiplier);
     for (int h = 0; h < HEADS; h++) a.table.offset[h] = h * ROWS, a.table.n_row[h] = ROWS - h;
     ngram_divide(&a);
-    a.table.table.data = rows_d, a.table.table.type = type, a.table.table.row_bytes = gguf_row_bytes(type, (size_t)n);
+    a.table.table.data = rows_d, a.table.table.type = (enum gguf_type)type, a.table.table.row_bytes = bytes;
+    if (!plain) a.table.scales.data = scales_d, a.table.scales.row_bytes = n_scale;
     a.ring.kind = ROWS_RING, a.ring.n_row = RING, a.ring.row_bytes = 2 * WIDE * sizeof(float);
     a.ring.data = (uint8_t *)kept_d.p;
     ids_d.arrive(), kept_d.arrive();
@@ -819,24 +834,81 @@ static void run_ngram_rows(enum gguf_type type, int n) {
         for (int h = 0; h < HEADS; h++) {
             int64_t z = 0;
             for (int s = 0, end = FIRST + t; s < 2 + h / 2; s++) {
-                z ^= multiplier[s] * (s > end ? EOS : ids[FIRST + t - s]);
-                if (s && s <= end && ids[FIRST + t - s] == EOS) end = 0; /* those before it count as the end */
+                z ^= multiplier[s] * map[(size_t)(s > end ? EOS : ids[FIRST + t - s])];
+                if (plain && s && s <= end && ids[FIRST + t - s] == EOS) end = 0; /* those before it count as the end */
             }
-            gguf_dequantize_row(type, &rows[(size_t)(h * ROWS + z % (ROWS - h)) * a.table.table.row_bytes], row.data(),
-                                (size_t)n);
+            const size_t at = (size_t)(h * ROWS + z % (ROWS - h));
+            if (plain) gguf_dequantize_row((enum gguf_type)type, &rows[at * bytes], row.data(), (size_t)n);
+            for (int i = 0; i < n && !plain; i++)
+                row[(size_t)i] = e4m3_to_f32(rows[at * bytes + (size_t)i]) *
+                                 e8m0_to_f32(scales[at * n_scale + (size_t)(i / NGRAM_SCALE)]);
             for (int i = 0; i < n; i++)
-                bad += got[(size_t)((t * HEADS + h) * n + i)] != f16_from_f32(row[(size_t)i] * scale);
+                bad += got[(size_t)((t * HEADS + h) * n + i)] !=
+                       f16_from_f32(fminf(fmaxf(row[(size_t)i] * scale, -65504.0f), 65504.0f));
         }
-    expect(!bad, "rows of n-grams in %s: %d of %d values are wrong", gguf_type_info(type).name, bad,
+    expect(!bad, "rows of n-grams in %s: %d of %d values are wrong", gguf_type_info((uint32_t)type).name, bad,
            TOKENS * HEADS * n);
+}
+
+/* Gates and sums of a table of n-grams without a convolution, in batches that fit into the ring and that do not. */
+static void run_ngram_plain(int n, int n_hc, int n_tok) {
+    enum { FIRST = 3, RING = 19 };
+    const size_t wide = (size_t)(n * n_hc), all = wide * (size_t)n_tok;
+    const float eps = 1e-6f;
+    std::vector<uint16_t> norms, keys;
+    for (size_t i = 0; i < all; i++)
+        norms.push_back(f16_from_f32((float)normal())), keys.push_back(f16_from_f32((float)normal()));
+    const std::vector<float> value = random_floats(n * n_tok, 1), weight = random_floats((int)wide, 1),
+                             streams = random_floats((int)all, 1);
+    std::vector<int32_t> ids;
+    for (int t = 0; t < n_tok; t++) ids.push_back(100 + t);
+    gpu_array<uint16_t> norms_d(norms), keys_d(keys);
+    gpu_array<float> value_d(value), weight_d(weight), streams_d(streams), gates_d((size_t)(2 * n_hc * n_tok)),
+        kept_d(std::vector<float>(RING, -1));
+    gpu_array<int32_t> ids_d(ids);
+    gpu_batch b(FIRST, n_tok, FIRST);
+    struct ngram_args a = {};
+    a.batch = b, a.tokens = ids_d, a.norms = norms_d, a.keys = keys_d, a.value = value_d, a.key_norm = weight_d;
+    a.streams = streams_d, a.gates = gates_d, a.n = n, a.n_hc = n_hc, a.eps = eps;
+    a.ring.kind = ROWS_RING, a.ring.n_row = RING, a.ring.row_bytes = sizeof(float), a.ring.data = (uint8_t *)kept_d.p;
+    norms_d.arrive(), keys_d.arrive(), value_d.arrive(), streams_d.arrive(), ids_d.arrive();
+    LAUNCH_PDL(k_ngram_gate, dim3((unsigned)n_hc, (unsigned)n_tok), NORM_THREADS, 0, test_stream, a);
+    ngram_add(&a, n_tok, test_stream);
+    finish("n-grams without a convolution");
+    const std::vector<float> got = streams_d.get(), kept = kept_d.get();
+    double worst = 0, most = 0;
+    for (int t = 0; t < n_tok; t++)
+        for (int j = 0; j < n_hc; j++) {
+            const size_t at = (size_t)t * wide + (size_t)(j * n);
+            double squares = 0, product = 0;
+            for (size_t i = 0; i < (size_t)n; i++) {
+                const double k = (double)f16_to_f32(keys[at + i]);
+                squares += k * k;
+                product += k * (double)weight[(size_t)(j * n) + i] * (double)f16_to_f32(norms[at + i]);
+            }
+            product /= sqrt(squares / n + (double)eps) * sqrt(n);
+            const double root = sqrt(fmax(fabs(product), 1e-6)), gate = 1 / (1 + exp(product > 0 ? -root : root));
+            for (size_t i = 0; i < (size_t)n; i++) {
+                const double want = (double)streams[at + i] + gate * (double)value[(size_t)(t * n) + i];
+                worst = fmax(worst, fabs((double)got[at + i] - want)), most = fmax(most, fabs(want));
+            }
+        }
+    expect(worst < 1e-5 * most, "n-grams of %d streams of %d, %d tokens: off by %.1e of %.1e", n_hc, n, n_tok, worst,
+           most);
+    int bad = 0;
+    for (int p = FIRST + n_tok; p-- > FIRST + max(0, n_tok - RING);)
+        bad += kept[(size_t)(p % RING)] != (float)ids[(size_t)(p - FIRST)];
+    for (int p = FIRST + n_tok; p < RING + (n_tok < RING ? FIRST : 0); p++) bad += kept[(size_t)(p % RING)] != -1;
+    expect(!bad, "the ring of n-grams, %d tokens: %d of %d ids are wrong", n_tok, bad, RING);
 }
 
 extern "C" void cuda_test_rows(void) {
     const bool fp4 = cuda_test_begin(24);
     run_stats(3900, 5, 5, 7), run_stats(40, 17, 2, 3);
     if (fp4) run_quantize(2, 16424);
-    for (enum gguf_type type : {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4})
-        run_ngram_rows(type, 192);
+    for (int type : {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4}) run_ngram_rows(type, 192);
+    run_ngram_rows(GGUF_I8, 32), run_ngram_rows(GGUF_I8, 256);
+    run_ngram_plain(1028, 3, 2), run_ngram_plain(36, 4, 16), run_ngram_plain(36, 4, 23);
     gpu_array<float> rate(std::vector<float>{7});
     LAUNCH_PDL(k_mma_rate, 1, 512, 0, test_stream, 31, rate.p);
     finish("the rate of products");
