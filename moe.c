@@ -2855,12 +2855,13 @@ enum {
     MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
-/* Where routed experts are that are not all on the GPUs; zeros: they are. The host's memory has those of every layer of
- * which a GPU lacks some, or a store has them. */
+/* Where routed experts are that are not all on the GPUs, and tables of n-grams; zeros: experts are on the GPUs, tables in
+ * the host's memory. It has the experts of every layer of which a GPU lacks some, or a store has them. */
 struct offload {
-    int n_slot; /* experts of a layer that a GPU holds at most; 0: all */
-    int n_cpu;  /* layers before this one (of the model) have none there: the CPU computes them in decode */
-    int n_ask;  /* experts that a rank asks the store for at once; 0: the host's memory has all */
+    int n_slot;     /* experts of a layer that a GPU holds at most; 0: all */
+    int n_cpu;      /* layers before this one (of the model) have none there: the CPU computes them in decode */
+    int n_ask;      /* experts that a rank asks the store for at once; 0: the host's memory has all */
+    bool read_rows; /* tables of n-grams are in the file alone, of which the host reads the rows that are used */
 };
 
 /* Consecutive tokens of one timeline in the batch of a pass. */
@@ -2936,6 +2937,7 @@ struct rank {
 
     struct expert_question *question; /* GPU: to the CPU; NULL: the rank never asks */
     struct store_question *wanted;    /* GPU: to the store; NULL: there is none */
+    struct row_question *rows;        /* GPU: for rows of n-grams; NULL: they are in the host's memory, or not read */
 
     struct cpu *cpu;   /* what only a CPU has, see the section "CPU operations"; NULL: the rank is on a GPU */
     struct cuda *cuda; /* what only a GPU has, see moe_cuda.cu; NULL: the rank is on the CPU */
@@ -2996,6 +2998,23 @@ struct store_question {
     uint32_t answered __attribute__((aligned(64))); /* those whose matrices are in memory */
     int32_t *expert;                                /* (n) */
     uint64_t *at;                                   /* (n, n_matrix) bytes from the store's memory to a matrix */
+};
+
+/* Rows of a table of n-grams. */
+struct row_list {
+    int table;              /* of the model */
+    int32_t n;              /* rows: n_head for each token */
+    int32_t *row;           /* (n) their numbers in the table; */
+    uint8_t *rows, *scales; /* (n, row_bytes) they, and their scales */
+};
+
+/* Rows that a rank on a GPU asks the host for (Experts for GPUs). In pinned memory; kernels of the rank write `asked`, n
+ * and the numbers of rows. A forward asks one question for each table of the rank, in their order. */
+struct row_question {
+    uint32_t asked __attribute__((aligned(64)));    /* questions since the start; written last */
+    uint32_t answered __attribute__((aligned(64))); /* those whose rows are in memory */
+    int n_table;
+    struct row_list list[NGRAM_TABLES]; /* (n_table) */
 };
 
 /* Activations of the routed experts in prefill on a GPU. */
@@ -4032,7 +4051,7 @@ static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, int
 
 /* Tokens of a forward, so that activations take no large part of the memory. */
 static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    const struct offload all_there = {0, 0, 0};
+    const struct offload all_there = {0, 0, 0, false};
     int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
     while (chunk > 256 && gpu_bytes(m, chunk, stats, 1, all_there) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
@@ -13309,7 +13328,7 @@ static void run_ngrams_add(struct rank *r, const struct step *step) {
  * Reads parts of the model's files into memory of the program's own. O_DIRECT passes the page cache by: a page fault
  * costs 20 times its processor time, and cached pages of experts would push out the rest of the model. Reads begin in
  * the order in which they were asked for. A read that fails leaves zeros, so that nobody waits for it; the first
- * failure is kept until store_failure tells it.
+ * failure is kept until reader_failure tells it.
  * ============================================================================================================ */
 
 enum {
@@ -13416,7 +13435,7 @@ static void reader_start(struct reader *d) {
     for (; d->n_thread < READ_THREADS; d->n_thread++)
         if (pthread_create(&d->thread[d->n_thread], NULL, reader_thread, d)) break;
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (!d->n_thread) die("cannot start a thread that reads experts");
+    if (!d->n_thread) die("cannot start a thread that reads the model");
 }
 
 /* Ends the threads. Reads that have not begun are dropped. */
@@ -13458,6 +13477,18 @@ static const uint8_t *reader_row(struct reader *d, int fd, uint64_t offset, size
     return to + before;
 }
 
+/* Whether a read has failed since the last call, with a message; NULL: leaves that for a later call. */
+static bool reader_failure(struct reader *d, char *err) {
+    pthread_mutex_lock(&d->lock);
+    const bool failed = *d->failure;
+    if (failed && err) {
+        fail(err, "%s", d->failure);
+        d->failure[0] = 0;
+    }
+    pthread_mutex_unlock(&d->lock);
+    return failed;
+}
+
 /* Bytes that were read since the start. */
 static uint64_t reader_bytes(struct reader *d) {
     pthread_mutex_lock(&d->lock);
@@ -13472,6 +13503,40 @@ static void reader_wait(struct reader *d, _Atomic int *left) {
     pthread_mutex_lock(&d->lock);
     while (atomic_load_explicit(left, memory_order_acquire)) pthread_cond_wait(&d->ended, &d->lock);
     pthread_mutex_unlock(&d->lock);
+}
+
+/* The image that holds an address. */
+static const struct gguf_image *image_of(const struct gguf *g, const uint8_t *p) {
+    for (uint32_t i = 0; i < g->n_images; i++)
+        if (p >= g->images[i].base && p < g->images[i].base + g->images[i].size) return &g->images[i];
+    return NULL;
+}
+
+enum { ROWS_AT_ONCE = 256 /* that reader_rows asks for */ };
+
+/* Bytes of the room that it needs. */
+static size_t reader_rows_room(const struct weight *w) {
+    return ROWS_AT_ONCE * ((w->row_bytes + 2 * (size_t)READ_ALIGN - 2) / READ_ALIGN * READ_ALIGN);
+}
+
+/* to (n, row_bytes) = rows of a table, which it reads from its file. room: at a multiple of READ_ALIGN. */
+static void reader_rows(struct reader *d, const struct gguf *g, const struct weight *w, const int32_t *row, int n,
+                        uint8_t *room, uint8_t *to) {
+    const size_t each = reader_rows_room(w) / ROWS_AT_ONCE;
+    const uint8_t *at[ROWS_AT_ONCE];
+    for (int first = 0; first < n; first += ROWS_AT_ONCE) {
+        const int some = int_min(n - first, ROWS_AT_ONCE);
+        _Atomic int left = 0;
+        for (int i = 0; i < some; i++) {
+            const uint8_t *from = w->data + (size_t)row[first + i] * w->row_bytes;
+            const struct gguf_image *im = image_of(g, from);
+            const uint64_t offset = (uint64_t)(from - im->base);
+            at[i] = room + (size_t)i * each + offset % READ_ALIGN;
+            reader_ask(d, im->fd, offset, w->row_bytes, room + (size_t)i * each + offset % READ_ALIGN, &left);
+        }
+        reader_wait(d, &left);
+        for (int i = 0; i < some; i++) memcpy(to + (size_t)(first + i) * w->row_bytes, at[i], w->row_bytes);
+    }
 }
 
 /* Lets the reader pass the page cache by. False: a file system has no O_DIRECT, and reads go through it. */
@@ -13602,13 +13667,6 @@ static size_t slab_bytes(const struct layer *layer) {
 /* The experts of a layer: all layers of a block share them. */
 static struct layer_store *store_layer(const struct store *s, int il) {
     return &s->layer[layer_of_block(s->m, s->m->layers[il].block)];
-}
-
-/* The image that holds an address. */
-static const struct gguf_image *image_of(const struct gguf *g, const uint8_t *p) {
-    for (uint32_t i = 0; i < g->n_images; i++)
-        if (p >= g->images[i].base && p < g->images[i].base + g->images[i].size) return &g->images[i];
-    return NULL;
 }
 
 /* Asks for a matrix of expert e, if there is one. */
@@ -13838,15 +13896,6 @@ static void store_empty(struct store *s) {
     }
 }
 
-/* Whether a read has failed since the last call, with a message; then all slots are empty. Only between forwards. */
-static bool store_failure(struct store *s, char *err) {
-    if (!s || !*s->reader.failure) return false;
-    fail(err, "%s", s->reader.failure);
-    s->reader.failure[0] = 0;
-    store_empty(s);
-    return true;
-}
-
 static void store_close(struct store *s) {
     if (!s) return;
     reader_stop(&s->reader);
@@ -13980,7 +14029,7 @@ static struct store *store_open(const struct model *m, struct store_options o, c
     }
     files_read_directly(&m->gguf);
     store_fill(s, o.offload);
-    if (store_failure(s, err)) {
+    if (reader_failure(&s->reader, err)) {
         store_close(s);
         return NULL;
     }
@@ -14559,7 +14608,7 @@ static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
     if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, model_blocks(r->m)) * sizeof *in_sum2);
 }
 
-/* store_failure has done it. */
+/* store_empty has done it. */
 static void cpu_empty_slots(struct rank *r) { (void)r; }
 
 static void cpu_read_counts(struct rank *r, struct expert_counts *counts) {
@@ -14980,12 +15029,15 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
  * halves on a GPU, so the text may differ from that of another --n-cpu-moe; it does not depend on -t.
  *
  * Where the host's memory has not all experts, ranks ask for those that they lack (struct store_question): when they are
- * in the store's memory, the answer says where. All ranks of a stage ask the same.
+ * in the store's memory, the answer says where. All ranks of a stage ask the same. So they do where it has no tables of
+ * n-grams (struct row_question): the answer are the rows.
  * ============================================================================================================ */
 
 struct expert_server {
     struct rank r; /* on the CPU: the whole model, DECODE_MAX_TOKENS tokens; its store is the session's */
     const struct process_group *pg;
+    struct reader *reader, own; /* reads from disk: the store's or its own; NULL: nothing does */
+    uint8_t *room[2]; /* of rows of n-grams and of their scales, see reader_rows; NULL: nobody asks for them */
     pthread_t thread;
     _Atomic bool stop;
 };
@@ -15063,18 +15115,35 @@ static void store_answer(struct expert_server *s, int stage) {
         __atomic_store_n(&ranks[p].wanted->answered, ranks[p].wanted->answered + 1, __ATOMIC_RELEASE);
 }
 
+/* Answers the ranks of a stage, whose questions for rows of n-grams are the same. */
+static void rows_answer(struct expert_server *s, int stage) {
+    const struct rank *ranks = &s->pg->ranks[stage * s->pg->n_rank];
+    const int k = (int)(ranks->rows->answered % (uint32_t)ranks->rows->n_table);
+    const struct row_list *list = &ranks->rows->list[k];
+    const struct ngram *g = &s->r.m->ngram[list->table];
+    reader_rows(s->reader, &s->r.m->gguf, &g->table, list->row, list->n, s->room[0], list->rows);
+    if (g->scales.data) reader_rows(s->reader, &s->r.m->gguf, &g->scales, list->row, list->n, s->room[1], list->scales);
+    for (int p = 0; p < s->pg->n_rank; p++) {
+        struct row_question *to = ranks[p].rows;
+        if (p) memcpy(to->list[k].rows, list->rows, (size_t)list->n * g->table.row_bytes);
+        if (p && g->scales.data) memcpy(to->list[k].scales, list->scales, (size_t)list->n * g->scales.row_bytes);
+        __atomic_store_n(&to->answered, to->answered + 1, __ATOMIC_RELEASE);
+    }
+}
+
 /* Whether a question, of which these are the counts, has no answer yet. */
 static bool unanswered(const uint32_t *asked, const uint32_t *answered) {
     return __atomic_load_n(asked, __ATOMIC_ACQUIRE) != __atomic_load_n(answered, __ATOMIC_RELAXED);
 }
 
-/* Whether a rank waits for an answer of the CPU; of the store. */
+/* Whether a rank waits for an answer of the CPU; of the store; for rows of n-grams. */
 static bool question_open(const struct rank *r) {
     return r->question && unanswered(&r->question->asked, &r->question->answered);
 }
 static bool wanted_open(const struct rank *r) {
     return r->wanted && unanswered(&r->wanted->asked, &r->wanted->answered);
 }
+static bool rows_open(const struct rank *r) { return r->rows && unanswered(&r->rows->asked, &r->rows->answered); }
 
 /* Answers what can be answered; whether there was anything. */
 static bool server_turn(struct expert_server *s) {
@@ -15082,9 +15151,13 @@ static bool server_turn(struct expert_server *s) {
     for (int i = 0; i < s->pg->n; i++)
         if (question_open(&s->pg->ranks[i])) question_answer(s, i), any = true;
     for (int stage = 0; stage < s->pg->n_stage; stage++) {
-        bool all = true;
-        for (int p = 0; p < s->pg->n_rank; p++) all &= wanted_open(&s->pg->ranks[stage * s->pg->n_rank + p]);
-        if (all) store_answer(s, stage), any = true;
+        bool experts = true, rows = true;
+        for (int p = 0; p < s->pg->n_rank; p++) {
+            experts &= wanted_open(&s->pg->ranks[stage * s->pg->n_rank + p]);
+            rows &= rows_open(&s->pg->ranks[stage * s->pg->n_rank + p]);
+        }
+        if (experts) store_answer(s, stage), any = true;
+        if (rows) rows_answer(s, stage), any = true;
     }
     return any;
 }
@@ -15103,14 +15176,33 @@ static void *server_thread(void *arg) {
     return NULL;
 }
 
+/* Lets the server read rows of n-grams. */
+static void server_reads_rows(struct expert_server *s) {
+    for (int i = 0; i < 2; i++) {
+        size_t bytes = 0;
+        for (const struct ngram *g = s->r.m->ngram; g < s->r.m->ngram + s->r.m->n_ngram; g++)
+            bytes = size_max(bytes, reader_rows_room(i ? &g->scales : &g->table));
+        if (posix_memalign((void **)&s->room[i], READ_ALIGN, bytes)) die("out of memory");
+    }
+    if (s->reader) return;
+    s->reader = &s->own;
+    reader_start(s->reader);
+    /* a page is read for a few rows, and the next ones are elsewhere */
+    for (uint32_t i = 0; i < s->r.m->gguf.n_images; i++)
+        posix_fadvise(s->r.m->gguf.images[i].fd, 0, 0, POSIX_FADV_RANDOM);
+}
+
 /* Starts to answer the questions of ranks; NULL: none of them asks. */
 static struct expert_server *server_start(const struct model *m, const struct process_group *pg, int n_threads,
                                           struct store *store) {
     struct expert_server *s = xcalloc(1, sizeof *s);
-    bool computes = false;
+    bool computes = false, reads_rows = false;
     sigset_t old;
-    for (int i = 0; i < pg->n; i++) computes |= pg->ranks[i].question != NULL;
-    if (!computes && !store) {
+    for (int i = 0; i < pg->n; i++) {
+        computes |= pg->ranks[i].question != NULL;
+        reads_rows |= pg->ranks[i].rows != NULL;
+    }
+    if (!computes && !store && !reads_rows) {
         free(s);
         return NULL;
     }
@@ -15119,6 +15211,8 @@ static struct expert_server *server_start(const struct model *m, const struct pr
     cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, (struct timelines){.n = 1}, KV_BF16);
     s->r.cpu->team = team_start(n_threads, n_threads + pg->n > processors());
     s->r.cpu->store = store;
+    s->reader = store ? &store->reader : NULL;
+    if (reads_rows) server_reads_rows(s);
     signals_block(&old);
     if (pthread_create(&s->thread, NULL, server_thread, s)) die("cannot start a thread that computes experts");
     pthread_sigmask(SIG_SETMASK, &old, NULL);
@@ -15132,6 +15226,8 @@ static void server_stop(struct expert_server *s) {
     pthread_join(s->thread, NULL);
     s->r.cpu->store = NULL;
     cpu_close(&s->r);
+    if (s->reader == &s->own) reader_stop(&s->own);
+    for (int i = 0; i < 2; i++) free(s->room[i]);
     free(s);
 }
 
@@ -15139,7 +15235,7 @@ bool rank_asks(const struct rank *r) {
     const int n = r->pg ? r->pg->n : 1;
     const struct rank *all = r - r->index;
     for (int i = 0; i < n; i++)
-        if (question_open(&all[i]) || wanted_open(&all[i])) return true;
+        if (question_open(&all[i]) || wanted_open(&all[i]) || rows_open(&all[i])) return true;
     return false;
 }
 
@@ -15630,8 +15726,8 @@ static void session_open_cpu(struct session *s, const struct model *m, int n_ran
 
 static void session_wait(struct session *s);
 
-/* Lets n_threads threads compute the experts that ranks on GPUs ask for, and a store, which may be NULL, bring those that
- * they lack. Before the first forward. */
+/* Lets n_threads threads compute the experts that ranks on GPUs ask for, a store, which may be NULL, bring those that
+ * they lack, and a reader the rows of n-grams. Before the first forward. */
 static void session_serve(struct session *s, int n_threads, struct store *store) {
     s->server = server_start(s->m, s->pg, n_threads, store);
 }
@@ -15973,6 +16069,12 @@ static struct store *session_store(const struct session *s) {
     return s->r->cpu ? s->r->cpu->store : s->server ? s->server->r.cpu->store : NULL;
 }
 
+/* What reads from disk while a forward runs; NULL: nothing does. */
+static struct reader *session_reader(const struct session *s) {
+    if (!s->r->cpu) return s->server ? s->server->reader : NULL;
+    return s->r->cpu->store ? &s->r->cpu->store->reader : NULL;
+}
+
 /* Forgets what was computed after the first `keep` tokens. */
 static void session_discard(struct session *s, int keep) {
     for (int i = 0; i < SNAPSHOTS; i++)
@@ -15983,24 +16085,28 @@ static void session_discard(struct session *s, int keep) {
 /* A prompt's forward of n tokens. Ctrl-C leaves out what it has still to read from disk: then it is as if it had not
  * been, and the result is false. */
 static bool session_prompt(struct session *s, const int32_t *ids, int n) {
-    struct store *store = session_store(s);
+    struct reader *reader = session_reader(s);
     const int before = s->n_past;
-    if (store) atomic_store(&store->reader.may_give_up, n > SAME_BITS_TOKENS); /* shorter ones change the slots */
+    if (reader) atomic_store(&reader->may_give_up, n > SAME_BITS_TOKENS); /* shorter ones change the slots */
     session_forward(s, ids, n);
-    if (!store) return true;
+    if (!reader) return true;
     if (!s->r->cpu) session_wait(s);
-    atomic_store(&store->reader.may_give_up, false);
-    if (!atomic_exchange(&store->reader.gave_up, false)) return true;
+    atomic_store(&reader->may_give_up, false);
+    if (!atomic_exchange(&reader->gave_up, false)) return true;
     session_discard(s, before);
     return false;
 }
 
-/* Whether experts could not be read in the passes since the last call, with a message. What they computed is wrong: the
- * timeline is then empty. */
+/* Whether experts or rows of n-grams could not be read in the passes since the last call, with a message. What they
+ * computed is wrong: the timeline is then empty. A forward that is ahead of the host counts once its token is known. */
 static bool session_failed(struct session *s, char *err) {
-    struct store *store = session_store(s);
-    if (store && !s->r->cpu) session_wait(s);
-    if (!store_failure(store, err)) return false;
+    struct reader *reader = session_reader(s);
+    if (!reader) return false;
+    if (!s->r->cpu && !s->async) session_wait(s);
+    if (!reader_failure(reader, NULL)) return false;
+    if (s->async) session_wait(s);
+    reader_failure(reader, err);
+    if (session_store(s)) store_empty(session_store(s));
     for (int i = 0; i < s->pg->n; i++) s->pg->ranks[i].ops->empty_slots(&s->pg->ranks[i]);
     session_discard(s, 0);
     return true;
@@ -16037,7 +16143,7 @@ static struct expert_use session_experts(const struct session *s, struct expert_
             if (layers) layers[il] = of[k];
         }
     }
-    if (session_store(s)) sum.read = (double)reader_bytes(&session_store(s)->reader);
+    if (session_reader(s)) sum.read = (double)reader_bytes(session_reader(s));
     free(of);
     return sum;
 }
@@ -25851,7 +25957,7 @@ enum stop_reason {
     STOP_LENGTH,  /* -n */
     STOP_CONTEXT, /* the context is full */
     STOP_INTERRUPT,
-    STOP_FAILED /* experts could not be read */
+    STOP_FAILED /* experts or rows of n-grams could not be read */
 };
 
 /* What ended the thinking before the model did. */
@@ -26903,13 +27009,14 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st, c
     struct generation g = generation_begin(c, p, st);
     while (generation_wants(&g)) {
         int32_t id = session_sample(c->s, &g.o, &c->rng);
-        if (!generation_token(&g, &id)) break;
-        st->bytes += session_decode(c->s, id);
         if (session_failed(c->s, err)) {
             st->why = STOP_FAILED;
             break;
         }
+        if (!generation_token(&g, &id)) break;
+        st->bytes += session_decode(c->s, id);
     }
+    if (st->why != STOP_FAILED && session_failed(c->s, err)) st->why = STOP_FAILED;
     generation_end(&g);
 }
 
@@ -29635,9 +29742,10 @@ static const struct {
 } plan_hits[] = {{0, 0, 0},     {.06, 30, 40}, {.125, 45, 57}, {.19, 57, 70},  {.25, 66, 78},
                  {.38, 79, 87}, {.5, 88, 92},  {.63, 93, 96},  {.8, 97, 98.5}, {1, 100, 100}};
 enum {
-    PLAN_COPY = 50, /* GB/s at which a GPU copies from host memory, assumed: PCIe 5.0 x16; */
-    PLAN_READ = 70, /* at which the CPU reads it, assumed: two channels of DDR5; */
-    PLAN_DISK = 7   /* and at which experts are read from disk, assumed: NVMe on PCIe 4.0 x4 */
+    PLAN_COPY = 50,    /* GB/s at which a GPU copies from host memory, assumed: PCIe 5.0 x16; */
+    PLAN_READ = 70,    /* at which the CPU reads it, assumed: two channels of DDR5; */
+    PLAN_DISK = 7,     /* and at which experts are read from disk, assumed: NVMe on PCIe 4.0 x4; */
+    PLAN_READ_US = 100 /* microseconds of a read of a few KiB there, assumed */
 };
 static const double plan_copies = 0.9;    /* part of the first rate which k_fetch reaches, assumed */
 static const double plan_answer_s = 1e-5; /* seconds of a request to the CPU besides computing, assumed */
@@ -29747,6 +29855,23 @@ static double plan_disk_bytes(const struct plan *p, const struct model *shard, i
         bytes += experts_expected(layer, n) * (double)expert_bytes(layer) * miss;
     }
     return bytes;
+}
+
+/* Reads from disk of rows of n-grams, and of their scales, for a token in a shard's layers; 0: GPUs find the tables in the
+ * host's memory. */
+static int plan_row_reads(const struct plan *p, const struct model *shard) {
+    int n = 0;
+    for (int il = 0; il < shard->n_layer && p->offload.read_rows; il++) {
+        if (!shard->layers[il].ngrams) continue;
+        const struct ngram *g = layer_ngram(shard, &shard->layers[il]);
+        n += g->n_head * (g->scales.data ? 2 : 1);
+    }
+    return n;
+}
+
+/* Seconds of these reads for n tokens. */
+static double plan_row_seconds(const struct plan *p, const struct model *shard, int n) {
+    return 1e-6 * PLAN_READ_US * ceil((double)n * plan_row_reads(p, shard) / READ_THREADS);
 }
 
 /* Adds what a rank holds of layer il, and what a token reads of it: every tensor of the table. */
@@ -30212,7 +30337,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
         if (f.integrated) {
             p->shared = set->fit != FIT_OFF, p->host_memory = 0, p->copy_rate = f.rate / 2;
-            d->usable -= (int64_t)ngram_table_bytes(p->m) / ranks;
+            if (!p->offload.read_rows) d->usable -= (int64_t)ngram_table_bytes(p->m) / ranks;
         } else plan_measure_copies(p, gpu[i], !i, set);
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
@@ -30262,6 +30387,8 @@ enum decode_kernel {
     DECODE_STREAMS_NORM,
     DECODE_HALVES,
     DECODE_STREAMS_READ,
+    DECODE_WANT_ROWS,
+    DECODE_BROUGHT_ROWS,
     DECODE_NGRAM_ROWS,
     DECODE_NGRAM_GATE,
     DECODE_NGRAM_ADD,
@@ -30318,6 +30445,8 @@ static const struct {
     [DECODE_STREAMS_NORM] = {"k_streams_norm", 0.9}, /* four latencies of L2, and a sum over the block */
     [DECODE_HALVES] = {"k_to_halves", 0.3},          /* a latency of L2, and a sigmoid */
     [DECODE_STREAMS_READ] = {"k_streams_read", 0.4}, /* a latency of L2, and sigmoids */
+    [DECODE_WANT_ROWS] = {"k_want_rows", 2.5},       /* a latency of L2, divisions, and a store over the bus */
+    [DECODE_BROUGHT_ROWS] = {"k_brought_rows", 1.5}, /* a load over the bus; the disk apart */
     [DECODE_NGRAM_ROWS] = {"k_ngram_rows", 3.0},     /* two latencies of L2, divisions, and a load over the bus */
     [DECODE_NGRAM_GATE] = {"k_ngram_gate", 1.0},     /* a latency of L2, and three sums over the block */
     [DECODE_NGRAM_ADD] = {"k_ngram_add", 0.8},       /* three latencies of L2, and a sigmoid */
@@ -30536,6 +30665,18 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     if (by_cpu && (!k->m->shard.rank || !beside)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
 
+/* Adds the reading of rows of n-grams before layer il. Where the file alone has them, those of all layers are asked for
+ * before the first. */
+static void launch_add_rows(struct launches *k, int il) {
+    const struct model *m = k->m;
+    bool first = true;
+    for (int i = 0; i < il; i++) first &= !m->layers[i].ngrams;
+    for (int i = il; i < m->n_layer && first && k->offload.read_rows; i++)
+        if (m->layers[i].ngrams) launch_add(k, DECODE_WANT_ROWS, 0, 0);
+    if (k->offload.read_rows) launch_add(k, DECODE_BROUGHT_ROWS, 0, 0);
+    launch_add(k, DECODE_NGRAM_ROWS, ngram_reads(layer_ngram(m, &m->layers[il])), 0);
+}
+
 /* Adds the launches of a step. Norms are counted where their result is used. */
 static void launches_of(struct launches *k, const struct step *s) {
     const struct model *m = k->m;
@@ -30565,7 +30706,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add_up(k, s);
         launch_add(k, DECODE_STREAMS_READ, 0, 0);
         break;
-    case OP_ngrams: launch_add(k, DECODE_NGRAM_ROWS, ngram_reads(layer_ngram(m, l)), 0); break;
+    case OP_ngrams: launch_add_rows(k, il); break;
     case OP_ngrams_add:
         launch_add(k, DECODE_NGRAM_GATE, READS(&l->ngram_key_norm), 0);
         launch_add(k, DECODE_NGRAM_ADD, READS(&l->ngram_conv_norm, &l->ngram_conv) + ngrams, 0);
@@ -30741,7 +30882,8 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
             struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
             const double host = plan_copy_seconds(p, (double)d->rank[i].bytes_per_token[READ_EXPERTS], few) +
                                 plan_cpu_seconds(p, &d->rank[i].m, 1) +
-                                plan_disk_bytes(p, &d->rank[i].m, 1, few) / p->disk_rate;
+                                plan_disk_bytes(p, &d->rank[i].m, 1, few) / p->disk_rate +
+                                plan_row_seconds(p, &d->rank[i].m, 1);
             f.seconds += host, f.beside += host;
             if (f.seconds > slowest.seconds) slowest = f;
             arrfree(list);
@@ -30786,7 +30928,9 @@ static double plan_more_experts(const struct plan *p, int i, const struct model 
     }
     const double cpu = plan_cpu_seconds(p, m, n) - plan_cpu_seconds(p, m, 1);
     const double disk = plan_disk_bytes(p, m, n, false) - plan_disk_bytes(p, m, 1, false);
-    return more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) + cpu + disk / p->disk_rate;
+    const double rows = plan_row_seconds(p, m, n) - plan_row_seconds(p, m, 1);
+    return more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) + cpu + disk / p->disk_rate +
+           rows;
 }
 
 /* The forecast of a round of n prompts: seconds of a forward of a token of each at a context of ctx tokens, which reads
@@ -31058,24 +31202,31 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
               p->cpu ? "the" : "a GPU's", reads ? "; a token reads all of them" : ", not read: a token sees all keys");
 }
 
-/* Bytes of the table of n-grams, which GPUs read in the host's memory, if `have` bytes have no room for it; otherwise
+/* Bytes of the tables of n-grams, which GPUs read in the host's memory, if `have` bytes have no room for them; otherwise
  * 0. */
 static uint64_t table_lacks_room(const struct model *m, uint64_t have) {
     const uint64_t table = ngram_table_bytes(m);
     return table + have / 32 > have ? table : 0;
 }
 
-/* What the table of n-grams takes of the host's memory. */
+/* Where the tables of n-grams are, and what a token reads of them. */
 static void plan_ngrams_text(const struct plan *p, char **text) {
     const struct model *m = p->m;
     char a[32], b[32];
     if (!m->n_ngram) return;
     sb_printf(text,
-              "n-grams     %s of host memory%s;\n"
-              "            a token reads %d rows of them, %s\n\n",
+              "n-grams     %s %s;\n"
+              "            a token reads %d rows of them, %s",
               with_unit((double)ngram_table_bytes(m), a),
-              p->cpu ? ", or of disk where they do not fit" : ", not of a GPU's", m->n_ngram * m->ngram->n_head,
-              with_unit(ngrams_reads(m), b));
+              p->cpu                 ? "of host memory, or of disk where they do not fit"
+              : p->offload.read_rows ? "in the file: host memory has no room for them"
+                                     : "of host memory, pinned, not of a GPU's",
+              m->n_ngram * m->ngram->n_head, with_unit(ngrams_reads(m), b));
+    if (p->offload.read_rows)
+        sb_printf(text, ", by %d reads of the disk:\n            about %.1f ms (assumed: %d us a read, %d at once)",
+                  plan_row_reads(p, m), 1e3 * plan_row_seconds(p, m, 1), PLAN_READ_US, READ_THREADS);
+    else if (!p->cpu) sb_printf(text, ", over the bus");
+    sb_printf(text, "\n\n");
 }
 
 /* What the MTP layer takes, and what it is expected to bring. */
@@ -31205,8 +31356,9 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   "reads", all_row.json, "layouts", layouts, "at_once", at_once);
     if (m->n_ngram)
         json_object_set_new(json, "ngrams",
-                            json_pack("{s:I,s:I}", "bytes", (json_int_t)ngram_table_bytes(m), "token_bytes",
-                                      (json_int_t)ngrams_reads(m)));
+                            json_pack("{s:I,s:I,s:b,s:i,s:f}", "bytes", (json_int_t)ngram_table_bytes(m), "token_bytes",
+                                      (json_int_t)ngrams_reads(m), "pinned", !p->cpu && !p->offload.read_rows,
+                                      "token_reads", plan_row_reads(p, m), "token_seconds", plan_row_seconds(p, m, 1)));
     if (!p->cpu) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
@@ -31262,13 +31414,11 @@ static void plan_host(struct plan *p, const struct settings *set) {
     const int n_cpu = p->cpu ? 0 : settings_cpu_layers(set, p->m);
     const bool measure = n_cpu && !(h.gib > 0);
     const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available();
-    const uint64_t table = p->cpu ? 0 : ngram_table_bytes(p->m);
     p->offload.n_cpu = n_cpu;
-    p->host_memory = (int64_t)(all > table ? all - table : 0);
     p->disk = set->host || !(gpus_parse(set->gpus).gib > 0);
-    if (p->disk && !p->cpu && table_lacks_room(p->m, all))
-        die("'%s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are there", p->m->name,
-            (double)table / 0x1p30, (double)all / 0x1p30);
+    p->offload.read_rows = p->disk && !p->cpu && table_lacks_room(p->m, all);
+    const uint64_t table = p->cpu || p->offload.read_rows ? 0 : ngram_table_bytes(p->m);
+    p->host_memory = (int64_t)(all > table ? all - table : 0);
     if (n_cpu && !plan_store(p, int_max(1, set->pp)))
         die("the experts of %d layers (--n-cpu-moe) need more than %.2f GiB of host memory", n_cpu,
             (double)all / 0x1p30);
@@ -31645,10 +31795,32 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     return n_slot;
 }
 
-/* Bytes of the host's memory that are free beside the table of n-grams, which GPUs read there. */
-static uint64_t memory_for_experts(const struct model *m) {
-    const uint64_t have = memory_available(), table = ngram_table_bytes(m);
+/* Bytes of the host's memory that are free beside the tables of n-grams, which GPUs read there unless their rows are
+ * read from the file. */
+static uint64_t memory_for_experts(const struct model *m, bool read_rows) {
+    const uint64_t have = memory_available(), table = read_rows ? 0 : ngram_table_bytes(m);
     return have > table ? have - table : 0;
+}
+
+/* Decides whether GPUs find tables of n-grams in the host's memory, or the host reads their rows from the file, and says
+ * so. 0, or -1 with a message. */
+static int engine_tables(const struct engine *e, struct offload *at, char *err) {
+    const struct model *m = &e->model;
+    const uint64_t have = memory_available(), table = table_lacks_room(m, have);
+    char a[32], b[32];
+    if (!m->n_ngram) return 0;
+    if (table && !m->file_bytes)
+        return fail(err,
+                    "'%.200s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are free: use "
+                    "--cpu",
+                    m->name, (double)table / 0x1p30, (double)have / 0x1p30);
+    at->read_rows = table > 0;
+    with_unit((double)ngram_table_bytes(m), a);
+    if (table)
+        note("n-grams: %s, of %s of host memory that are free: a token's %d rows are read from the file", a,
+             with_unit((double)have, b), m->n_ngram * m->ngram->n_head);
+    else note("n-grams: %s of host memory, of which a token reads %d rows", a, m->n_ngram * m->ngram->n_head);
+    return 0;
 }
 
 /* Reads experts that do not fit into the host's memory as they are used: opens a store beside the slots of o, and sets
@@ -31656,8 +31828,9 @@ static uint64_t memory_for_experts(const struct model *m) {
 static int engine_store(struct engine *e, struct cuda_options *o, bool ring_only, char *err) {
     const struct settings *set = e->set;
     const struct model *m = &e->model;
-    const struct store_options s = store_beside(m, memory_for_experts(m), (uint64_t)set->expert_memory << 20, o->kv,
-                                                set->pp, o->offload, ring_only);
+    const struct store_options s =
+        store_beside(m, memory_for_experts(m, o->offload.read_rows), (uint64_t)set->expert_memory << 20, o->kv, set->pp,
+                     o->offload, ring_only);
     if (!(e->store = store_start(m, s, err)) || home_of_store(&e->home, e->store, err)) return -1;
     o->offload.n_ask = e->store->n_ring / 2;
     return 0;
@@ -31673,12 +31846,7 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     int n_ctx = o->n_ctx;
     const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
     bool shared;
-    const uint64_t free_bytes = memory_available(), table = table_lacks_room(m, free_bytes);
-    if (table)
-        return fail(err,
-                    "'%.200s' needs %.2f GiB of host memory for its table of n-grams, of which %.2f GiB are free: use "
-                    "--cpu",
-                    m->name, (double)table / 0x1p30, (double)free_bytes / 0x1p30);
+    if (engine_tables(e, &o->offload, err)) return -1;
     const int n_slot = engine_slots(e, o, &n_ctx, &shared, err);
     if (n_slot < 0) return -1;
     if (!n_slot && !n_cpu) {
@@ -31687,7 +31855,7 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
         return 0;
     }
     const int below = n_slot ? ALL_LAYERS : n_cpu;
-    const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_for_experts(m);
+    const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_for_experts(m, o->offload.read_rows);
     const bool ring_only = shared && n_slot, fits = !ring_only && experts + have / 32 <= have,
                disk = m->file_bytes && (!fits || set->expert_memory);
     if (n_slot && set->fit == FIT_OFF)
@@ -31729,7 +31897,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
     if (engine_fit(e, &o, err)) return -1;
-    if (!o.offload.n_slot) model_prefetch(&e->model);
+    if (!o.offload.n_slot && !o.offload.read_rows) model_prefetch(&e->model);
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;

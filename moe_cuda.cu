@@ -18,6 +18,7 @@
  *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
  *     of a low rank         k_streams_norm, k_gemv_linear or gemm_kernel, k_to_halves, the same again, k_streams_read
  *   n-grams               k_ngram_rows, k_gemv_linear or gemm_kernel, k_ngram_gate, k_ngram_add
+ *     in the file alone     before them k_want_rows for each table, k_brought_rows
  *   linear                k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
@@ -69,7 +70,7 @@
  *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
  *   Embedding, residual add, norm
  *   Hyper-connections                             residual streams
- *   Hyper-connections of a low rank, n-grams      k_streams_norm, k_streams_read, k_ngram_rows
+ *   Hyper-connections of a low rank, n-grams      k_streams_norm, k_streams_read, k_ngram_rows, k_want_rows
  *   Blocks of layers, short convolutions          k_blocks, k_mix_message
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
@@ -734,6 +735,8 @@ enum channel {
     CH_ANSWER,
     CH_WANT, /* and the store to bring some */
     CH_BROUGHT,
+    CH_WANT_ROWS, /* of n-grams, from the host */
+    CH_BROUGHT_ROWS,
     CHANNELS
 };
 enum { WAIT_ROW_NORM = CHANNELS }; /* for WAIT_CODE: a row norm, which is counted as an all-reduce */
@@ -752,8 +755,8 @@ struct sequence {
     uint32_t aborted;           /* nothing waits any more */
 };
 
-/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm or of experts from
- * the host. */
+/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm or of experts or
+ * rows from the host. */
 #define WAIT_CODE(rank, channel, ordinal) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (ordinal)))
 
 /* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
@@ -1543,8 +1546,11 @@ static void hc_launch(const struct hc_args *a, cudaStream_t s) {
  *
  * See "Families: the forward" and "Families: n-grams" of moe.c. k_streams_norm takes the result of a half of a layer
  * into the streams and norms each; k_streams_read makes the next half's input of the norms, after products with two
- * matrices. k_ngram_rows reads rows of the table, k_ngram_gate and k_ngram_add add to the streams what products with two
+ * matrices. k_ngram_rows reads rows of a table, k_ngram_gate and k_ngram_add add to the streams what products with two
  * matrices make of them.
+ *
+ * Where the host's memory has no room for the tables, k_want_rows writes the numbers of a forward's rows there, which
+ * the host then reads from the file, and k_brought_rows waits until they are in memory.
  * ============================================================================================================ */
 
 struct stream_args {
@@ -1670,6 +1676,11 @@ struct ngram_args {
     struct cache_tensor ring;
     int n_kept; /* values of its rows before the token's id */
 
+    struct tp_rank p;
+    struct row_question *question; /* for the rows of tokens, which the table then has, one after the other; NULL: it has
+                                    * all its rows */
+    int32_t *asked, *n_asked;      /* its list of the table, by addresses of the GPU */
+
     float *streams;                    /* (n_tok, n_hc, n) */
     const uint16_t *norms, *keys;      /* (n_tok, n_hc, n) */
     const float *value;                /* (n_tok, n) */
@@ -1710,6 +1721,28 @@ DEVICE size_t ngram_row(const struct ngram_args &a, int t, int head) {
     return (size_t)g.offset[head] + (size_t)(rest >= n_row ? rest - n_row : rest);
 }
 
+/* Asks the host for the rows that tokens choose.
+ * Grid: ceil(n_tok n_head / 256), block: 256, a thread for each row. The latencies of the bus and of divisions. */
+__global__ void __launch_bounds__(256) k_want_rows(const __grid_constant__ struct ngram_args a) {
+    grid_dependency_wait();
+    const int n = a.batch.at->n_tok * a.table.n_head, i = (int)(blockIdx.x * 256 + threadIdx.x);
+    const uint32_t seq = a.p.sequence->done[CH_WANT_ROWS] + 1;
+    if (i < n) *(volatile int32_t *)(a.asked + i) = (int32_t)ngram_row(a, i / a.table.n_head, i % a.table.n_head);
+    if (!i) *(volatile int32_t *)a.n_asked = n;
+    if (channel_end(a.p, CH_WANT_ROWS)) st_release_sys(&a.question->asked, seq);
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
+}
+
+/* Waits until the rows are in memory. Grid: 1, block: 32; the latency of the disk. */
+__global__ void __launch_bounds__(32) k_brought_rows(const __grid_constant__ struct ngram_args a, int layer) {
+    grid_dependency_wait();
+    if (!threadIdx.x)
+        flag_wait(&a.question->answered, a.p.sequence->done[CH_BROUGHT_ROWS] + 1, a.p,
+                  WAIT_CODE(0, CH_BROUGHT_ROWS, layer));
+    channel_end(a.p, CH_BROUGHT_ROWS);
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
+}
+
 /* Prepares the divisions of hashes. */
 static void ngram_divide(struct ngram_args *a) {
     for (int i = 0; i < a->table.n_head; i++) a->inverse[i] = ~(uint64_t)0 / (uint64_t)a->table.n_row[i];
@@ -1723,7 +1756,7 @@ __global__ void __launch_bounds__(128, 1) k_ngram_rows(const __grid_constant__ s
     const struct ngram &g = a.table;
     const int head = (int)(blockIdx.x * 4 + threadIdx.x / WARP), t = (int)blockIdx.y;
     if (head >= g.n_head || t >= a.batch.at->n_tok) return;
-    const size_t n = ngram_row(a, t, head);
+    const size_t n = a.question ? (size_t)t * (size_t)g.n_head + (size_t)head : ngram_row(a, t, head);
     const uint8_t *row = g.table.data + n * g.table.row_bytes, *scales = g.scales.data + n * g.scales.row_bytes;
     uint16_t *to = a.rows + ((size_t)t * (size_t)g.n_head + (size_t)head) * (size_t)g.row;
     const int lane = (int)threadIdx.x % WARP;
@@ -8664,6 +8697,9 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         } else if (code && channel == WAIT_ROW_NORM)
             snprintf(who + at, left, "; rank %d waited for rank %d in the norm of queries and keys of layer %d", i,
                      i / shard.n_rank * shard.n_rank + rank, (r - r->index + i)->m->first_layer + ordinal);
+        else if (code && channel == CH_BROUGHT_ROWS)
+            snprintf(who + at, left, "; rank %d waited for the disk's rows of n-grams of layer %d", i,
+                     (r - r->index + i)->m->first_layer + ordinal);
         else if (code && (channel == CH_ANSWER || channel == CH_BROUGHT))
             snprintf(who + at, left, "; rank %d waited for %s experts of layer %d", i,
                      channel == CH_ANSWER ? "the CPU's" : "the disk's", (r - r->index + i)->m->first_layer + ordinal);
@@ -9535,6 +9571,14 @@ static struct ngram_args ngram_args_of(const struct rank *r, int il) {
     a.scale = a.table.table.scale ? a.table.table.scale[0] : 1.0f;
     a.ring = r->cache[il][CACHE_NGRAM];
     a.n_kept = ngram_kept_values(r->m);
+    if (r->rows) {
+        a.p = tp_rank_of(r);
+        a.question = r->rows;
+        struct row_list *list = r->rows->list;
+        while (list->table != layer->ngrams - 1) list++;
+        a.asked = list->row;
+        a.n_asked = &list->n;
+    }
     a.streams = c->x32[A_HC];
     a.key_norm = layer->ngram_key_norm;
     a.conv_norm = layer->ngram_conv_norm;
@@ -9546,10 +9590,22 @@ static struct ngram_args ngram_args_of(const struct rank *r, int il) {
     return a;
 }
 
+/* Asks for the rows of all tables of a forward, before the first of them: those of later layers are read meanwhile. */
+static void want_rows(struct rank *r) {
+    for (int il = 0; il < r->m->n_layer; il++) {
+        if (!r->m->layers[il].ngrams) continue;
+        struct ngram_args a = ngram_args_of(r, il);
+        ngram_divide(&a);
+        LAUNCH_PDL(k_want_rows, ceil_div(r->n_tok * a.table.n_head, 256), 256, 0, r->cuda->stream, a);
+    }
+}
+
 static void cuda_ngrams(struct rank *r, const struct step *s) {
     struct ngram_args a = ngram_args_of(r, s->il);
     a.rows = r->cuda->x16[s->out[0]];
     ngram_divide(&a);
+    if (r->rows && r->rows->list->table == r->m->layers[s->il].ngrams - 1) want_rows(r);
+    if (r->rows) LAUNCH_PDL(k_brought_rows, 1, 32, 0, r->cuda->stream, a, s->il);
     profile_next(ngram_reads(&a.table), "%d rows of %d", a.table.n_head, a.table.row);
     LAUNCH_PDL(k_ngram_rows, dim3(ceil_div(a.table.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, a);
 }
@@ -11334,21 +11390,21 @@ static void *ngrams_pin(struct rank *r, const struct weight *w) {
     return to;
 }
 
-/* Copies the tables of n-grams to pinned memory of the host, once for the ranks of a stage: a token reads a few rows, of
- * up to 200 GB. All ranks call it. */
+/* Copies the tables of n-grams to pinned memory of the host, unless their rows are read as they are used, once for the
+ * ranks of a stage: a token reads a few rows, of up to 200 GB. All ranks call it. */
 static void ngrams_upload(struct rank *r) {
     struct model *m = &r->cuda->model;
     const struct shard shard = m->shard;
     void *mine[NGRAM_TABLES][2] = {}, *all[MAX_RANKS][NGRAM_TABLES][2];
     static_assert(sizeof mine <= ALL_GATHER_MAX, "all ranks hear of all tables");
     for (int i = 0; i < m->n_ngram; i++) {
-        if (shard.rank || !shard_ngrams(m, i)) continue;
+        if (shard.rank || r->offload.read_rows || !shard_ngrams(m, i)) continue;
         mine[i][0] = ngrams_pin(r, &m->ngram[i].table);
         mine[i][1] = ngrams_pin(r, &m->ngram[i].scales);
     }
     rank_all_gather(r, mine, all, sizeof mine);
     for (int i = 0; i < m->n_ngram; i++) {
-        if (!shard_ngrams(m, i)) continue;
+        if (r->offload.read_rows || !shard_ngrams(m, i)) continue;
         m->ngram[i].table.data = (const uint8_t *)all[shard.stage * shard.n_rank][i][0];
         m->ngram[i].scales.data = (const uint8_t *)all[shard.stage * shard.n_rank][i][1];
     }
@@ -11383,9 +11439,10 @@ static void upload_check(struct rank *r) {
         char name[64] = "per_layer_token_embd";
         if (!own->ends) snprintf(name, sizeof name, "blk.%d.engram_embd", own->layer);
         if (!shard_ngrams(m, i)) continue;
+        if (vector_missing(own->id, host->id)) rank_fail(r, "engram.token_map %s", why);
+        if (r->offload.read_rows) continue;
         if (vector_missing(own->table.data, host->table.data)) rank_fail(r, "tensor '%s.weight' %s", name, why);
         if (vector_missing(own->scales.data, host->scales.data)) rank_fail(r, "tensor '%s_scale.weight' %s", name, why);
-        if (vector_missing(own->id, host->id)) rank_fail(r, "engram.token_map %s", why);
     }
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *own = &m->layers[il], *host = &shard->layers[il];
@@ -11536,6 +11593,31 @@ static void wanted_make(struct rank *r) {
     q->expert = (int32_t *)(q->at + FFN_MATRICES * n + 1);
     r->wanted = q;
     r->async_decode = false; /* the experts of a token that is not used would be read for nothing */
+}
+
+/* Gives the rank a question for the rows of its tables of n-grams, where these are not in the host's memory: the tables
+ * are then what the answers bring. */
+static void rows_make(struct rank *r) {
+    static const char what[] = "host memory for rows of n-grams";
+    struct model *m = &r->cuda->model;
+    struct row_question *q = NULL;
+    for (int i = 0; i < m->n_ngram && r->offload.read_rows; i++) {
+        struct ngram *g = &m->ngram[i];
+        const size_t n = (size_t)r->chunk * (size_t)g->n_head;
+        if (!shard_ngrams(m, i)) continue;
+        if (!q) {
+            waits_make(r, what);
+            q = (struct row_question *)cuda_host_memory(r, sizeof *q, what);
+        }
+        if (!q) return;
+        struct row_list *list = &q->list[q->n_table++];
+        list->table = i;
+        list->row = (int32_t *)cuda_host_memory(r, n * sizeof *list->row, what);
+        g->table.data = list->rows = (uint8_t *)cuda_host_memory(r, n * g->table.row_bytes, what);
+        if (g->scales.data)
+            g->scales.data = list->scales = (uint8_t *)cuda_host_memory(r, n * g->scales.row_bytes, what);
+    }
+    if (!r->cuda->failed) r->rows = q;
 }
 
 /* Gives the rank a question to the CPU, if it is the one that asks for its stage. */
@@ -12058,6 +12140,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
         }
         if (!c->failed) question_make(r);
         if (!c->failed) wanted_make(r);
+        if (!c->failed) rows_make(r);
         r->free_bytes = rank_facts(r).free;
     }
     if (rank_agree(r)) {

@@ -3331,6 +3331,7 @@ static const struct sim_uncovered cuda_uncovered[] = {
     {"*k_fetch*", "F32 and the smallest scales of MXFP4, which cuda/upload tests through k_repack"},
     {"*k_add_experts*", HOST_WAIT},
     {"*k_brought_experts*", HOST_WAIT},
+    {"*k_brought_rows*", HOST_WAIT},
     {"*gemm_kernel*ELi2EEv9gemm_args", TILE_BENCH},
     {"*gemm_kernelILi0ELi?ELi4ELi1ELi[25]E*", TILE_BENCH},
     {"*gemm_kernelILi0ELi?ELi4ELi2E*", TILE_BENCH},
@@ -3380,7 +3381,8 @@ static void test_cuda_decode_bench(void) {
         {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors},                    \
         {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},                            \
         {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop}, {"cuda/tiles", test_cuda_tiles},     \
-        {"cuda/decode-bench", test_cuda_decode_bench}, {"cuda/small", test_cuda_small},
+        {"cuda/decode-bench", test_cuda_decode_bench}, {"cuda/small", test_cuda_small},                            \
+        {"cuda/small-host", test_cuda_small_host},
 #else
 #define TESTS_SIMULATOR
 #endif

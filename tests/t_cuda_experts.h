@@ -365,6 +365,19 @@ static void disk_agrees(const char *name, const struct model *m, const struct la
     free(want), free(got);
 }
 
+/* Loads a file of such a model. */
+static bool disk_synth(struct model *m, const struct synth *y) {
+    char path[64], err[ERR_MAX];
+    struct model made = {0};
+    snprintf(path, sizeof path, "build/synth-%d.gguf", (int)getpid());
+    unlink(path);
+    synth_make(&made, y, path, false);
+    model_free(&made);
+    const bool loaded = CHECK(!model_load(m, path, err), "%s", err);
+    unlink(path);
+    return loaded;
+}
+
 /* A file with layers of more experts than one warp takes over from an answer. */
 static bool disk_many(struct model *m) {
     static const struct synth many = {
@@ -372,15 +385,7 @@ static bool disk_many(struct model *m) {
         .keys = "block_count=2 embedding_length=64 attention.head_count=4 attention.head_count_kv=2 "
                 "attention.key_length=32 expert_count=256 expert_used_count=4 expert_feed_forward_length=64 "
                 "vocab_size=200 context_length=256"};
-    char path[64], err[ERR_MAX];
-    struct model made = {0};
-    snprintf(path, sizeof path, "build/many-experts-%d.gguf", (int)getpid());
-    unlink(path);
-    synth_make(&made, &many, path, false);
-    model_free(&made);
-    const bool loaded = CHECK(!model_load(m, path, err), "%s", err);
-    unlink(path);
-    return loaded;
+    return disk_synth(m, &many);
 }
 
 /* Reads that fail take the turn back, and leave nothing wrong in the slots. */
@@ -451,6 +456,165 @@ void cuda_test_from_disk(void) {
     disk_agrees("many experts", &m, &cached_layouts[0], KV_BF16, 0, 48, LATE);
     model_free(&m);
 }
+
+/* ---- rows of n-grams that are read from the file ---- */
+
+/* A model's logits with its tables of n-grams in the host's memory, and with rows from the file beside experts where `at`
+ * says. */
+static void rows_agree(const char *name, const struct model *m, const struct layout *d, enum kv_type kv,
+                       struct offload at, int n_stored, int n_threads) {
+    const size_t bytes = (size_t)cached_tokens(cached_long) * (size_t)m->n_vocab * sizeof(float);
+    struct expert_counts count;
+    float *want = cached_logits(m, d, kv, MOE_ACT_F16, cached_long, (struct offload){0}, 0, 1, &count);
+    at.read_rows = true;
+    float *got = cached_logits(m, d, kv, MOE_ACT_F16, cached_long, at, n_stored, n_threads, &count);
+    CHECK(got && want && !memcmp(got, want, bytes), "%s, %s, rows from the file: other logits", name, d->name);
+    free(want), free(got);
+}
+
+/* Opens a session whose rows of n-grams come from the file. */
+static bool rows_session(struct session *s, const struct model *m, const struct layout *d, int n_threads) {
+    struct hosted none;
+    return cached_session(s, &none, m, d, KV_BF16, MOE_ACT_F16, (struct offload){.read_rows = true}, 0, n_threads);
+}
+
+/* Reads of rows that fail take the turn back: in a prefill, in forwards of few tokens, in one that began before its token
+ * was known. */
+static void rows_fail(const struct model *m) {
+    const size_t row = (size_t)m->n_vocab * sizeof(float);
+    const struct sampling o = {.greedy = true};
+    struct session s;
+    uint64_t rng = 1;
+    int32_t ids[40];
+    char err[ERR_MAX] = "";
+    for (int i = 0; i < 40; i++) ids[i] = (11 + 17 * i) % m->n_vocab;
+    if (!rows_session(&s, m, &cached_layouts[0], 1)) return;
+    CHECK(s.r->rows && s.r->async_decode, "rows are not read, or nothing goes ahead");
+    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE, "%s", err);
+    float *want = memcpy(xmalloc(row), session_logits(&s), row);
+    for (int i = 0; i < 6; i++) {
+        session_truncate(&s, 0);
+        if (i > 1) CHECK(session_sync(&s, ids, 30, 0, err) == SYNC_DONE, "%s", err);
+        fault_set(i % 2 ? FAULT_END : FAULT_EIO, i < 2 ? 100 : 0, 1000000);
+        bool failed = i < 2 && session_sync(&s, ids, 40, 0, err) == SYNC_FAILED;
+        for (int t = 30; t < 40 && !failed && i > 1; t++) {
+            const int32_t id = i > 3 ? session_sample(&s, &o, &rng) : ids[t];
+            failed = session_failed(&s, err);
+            if (!failed) session_decode(&s, id);
+        }
+        read_at = pread;
+        CHECK(failed && strstr(err, "reading the model: ") && !s.n_past, "case %d: %s, %d tokens", i, err, s.n_past);
+        CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE, "case %d: %s", i, err);
+        CHECK(!memcmp(want, session_logits(&s), row), "case %d: other logits", i);
+    }
+    fault_set(FAULT_SHORT, 0, 1000000); /* short reads are made whole; on Ctrl-C a prompt is as if it had not been */
+    session_truncate(&s, 0);
+    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE && !memcmp(want, session_logits(&s), row), "short reads");
+    fault_set(FAULT_CTRL_C, 20, 1);
+    session_truncate(&s, 0);
+    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_INTERRUPTED && !s.n_past, "Ctrl-C: %d tokens", s.n_past);
+    interrupted = 0;
+    read_at = pread;
+    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE && !memcmp(want, session_logits(&s), row), "after Ctrl-C");
+    launches_check("rows of n-grams in the file", &s);
+    free(want);
+    session_free(&s);
+    cuda_test_devices(1, true);
+}
+
+/* Timelines side by side, with rows of n-grams from the file. */
+static bool rows_parallel_open(struct session *s, const struct model *m, const struct parallel_case *c,
+                               struct timelines t) {
+    char err[ERR_MAX] = "";
+    const struct cuda_options o = {.n_ctx = parallel_tokens(c),
+                                   .timelines = t,
+                                   .kv = c->kv,
+                                   .moe_act = MOE_ACT_F16,
+                                   .kv_splits = 3,
+                                   .device = {0, 1, 2, 3},
+                                   .offload = {.read_rows = true}};
+    cuda_test_devices(4, true);
+    if (!CHECK(session_open(s, m, c->tp, c->pp, cuda_rank_start, &o, err) == 0, "%s", err)) return false;
+    session_serve(s, 1, NULL);
+    return true;
+}
+
+/* Models with tables of n-grams: several layouts, late answers, beside experts on disk; drafts, prompts side by side. */
+static void test_cuda_rows_read(void) {
+    static const struct {
+        const char *name; /* of a fixture; NULL: the model of ngram_shapes[0] */
+        enum kv_type kv;
+        int layout, n_stored, n_threads;
+    } cases[] = {{"qwen4_exp", KV_FP8, 0, 0, LATE},
+                 {NULL, KV_BF16, 1, 0, 1},
+                 {"qwen4_exp", KV_BF16, 3, 0, 1},
+                 {"qwen4_exp", KV_BF16, 0, 4, 1}};
+    static const struct parallel_case side[] = {
+        {"qwen4_exp", NULL, 1, 1, KV_BF16, 5, 0, rows_parallel_open, 0, false, 1},
+        {"qwen4_exp", NULL, 1, 2, KV_FP8, 4, 330, rows_parallel_open, 256, true, 0}};
+    const size_t before = cuda_test_free_bytes();
+    struct session s;
+    cuda_test_begin(25);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct model m;
+        if (!(cases[i].name ? fixture_load(cases[i].name, &m) : disk_synth(&m, &ngram_shapes[0]))) return;
+        const int n_slot = cases[i].n_stored ? int_min(2 * m.max.n_expert_used, m.n_expert_max - 1) : 0;
+        rows_agree(m.name, &m, &cached_layouts[cases[i].layout], cases[i].kv, (struct offload){.n_slot = n_slot},
+                   cases[i].n_stored, cases[i].n_threads);
+        if (!i) rows_fail(&m);
+        if (i < 2 && rows_session(&s, &m, &cached_layouts[i], 1)) {
+            check_same_text(m.name, &s, "rows from the file", (int)i, 4, false);
+            session_free(&s);
+            cuda_test_devices(1, true);
+        }
+        model_free(&m);
+    }
+    for (int i = 0; i < 2; i++) check_parallel(&side[i]);
+    cuda_test_devices(1, true);
+    CHECK(cuda_test_free_bytes() == before, "memory is lost");
+}
+
+/* One model on two ranks, for mutants. */
+void cuda_test_read_rows(void) {
+    struct model m;
+    if (!disk_synth(&m, &ngram_shapes[0])) return;
+    rows_agree("two ranks", &m, &cached_layouts[1], KV_BF16, (struct offload){0}, 0, LATE);
+    model_free(&m);
+}
+
+#ifdef SIMULATED
+/* A host whose memory has no room for the table reads its rows from the file, and says so. */
+static void test_cuda_small_host(void) {
+    struct settings set;
+    struct doctor *d = doctor_new(&set); /* the settings' defaults */
+    const int32_t ids[] = {5, 17, 80, 3, 44, 9, 21, 60, 2, 7};
+    int32_t text[2][12];
+    set.vram_reserve = 0, set.n_ctx = CACHED_CTX, set.tp = set.pp = 1;
+    for (int small = 0; small < 2; small++) {
+        struct engine e = {.set = &set};
+        struct caught c;
+        char err[ERR_MAX] = "", *out = NULL, *said = NULL;
+        if (!fixture_load("qwen4_exp", &e.model)) break;
+        machine_begin();
+        if (small) machine_put("/proc/meminfo", "MemTotal: 16 kB\nMemAvailable: 4 kB\n");
+        catch_begin(&c);
+        const int rc = engine_start(&e, true, err);
+        catch_end(&c, &out, &said);
+        machine_end();
+        if (CHECK(!rc, "%s", err)) {
+            CHECK(
+                (e.session.r->rows != NULL) == small &&
+                    strstr(sb_cstr(&said), small ? "rows are read from the file" : " of host memory, of which a token"),
+                "%s", sb_cstr(&said));
+            cuda_greedy(&e.session, ids, 10, text[small], 12);
+            engine_close(&e);
+        }
+        arrfree(out), arrfree(said);
+    }
+    CHECK(!memcmp(text[0], text[1], sizeof text[0]), "other tokens with rows from the file");
+    doctor_done(d);
+}
+#endif
 
 /* ---- the rule of the slots, step by step ---- */
 
@@ -713,4 +877,4 @@ void cuda_test_slot_rule(void) { test_cuda_slots(); }
 
 #define TESTS_CUDA_EXPERTS                                                                                           \
     {"cuda/experts", test_cuda_experts}, {"cuda/cpu-experts", test_cuda_cpu_experts}, {"cuda/disk", test_cuda_disk}, \
-        {"cuda/slots", test_cuda_slots},
+        {"cuda/slots", test_cuda_slots}, {"cuda/read-rows", test_cuda_rows_read},

@@ -27,6 +27,7 @@ extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
 extern "C" void cuda_test_from_disk(void);
+extern "C" void cuda_test_read_rows(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
@@ -51,6 +52,7 @@ static const struct {
                     {"cached", cuda_test_cached},
                     {"by-cpu", cuda_test_by_cpu},
                     {"from-disk", cuda_test_from_disk},
+                    {"read-rows", cuda_test_read_rows},
                     {"forward", cuda_test_forward},
                     {"all-reduce", cuda_test_all_reduce},
                     {"gemm", cuda_test_gemm},
@@ -652,6 +654,47 @@ static void ngrams_ring_one_fewer(const char *launch, void *args) {
 static void ngrams_ring_shorter(const char *launch, void *args) {
     change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.ring.n_row--; });
 }
+static void ngrams_of_tokens_themselves(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.table.id = NULL; });
+}
+static void ngrams_always_end(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.table.ends = true; });
+}
+static void ngrams_padded_otherwise(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.table.eos += a.table.id != NULL; });
+}
+static void ngrams_scales_of_next(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) {
+        if (a.table.scales.data) a.table.scales.data += a.table.scales.row_bytes;
+    });
+}
+static void plain_ring_not_kept(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.keep = INT_MAX; });
+}
+static void plain_ring_one_fewer(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.keep++; });
+}
+static void plain_ring_shorter(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.ring.n_row--; });
+}
+static void plain_other_factors(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.gates += a.n_hc; });
+}
+static void plain_ids_of_next(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.tokens++; });
+}
+static void want_rows_of_next_token(const char *launch, void *args) {
+    change_ngrams(launch, "k_want_rows", args, [](auto &a) { a.tokens++; });
+}
+static void want_rows_shifted(const char *launch, void *args) {
+    change_ngrams(launch, "k_want_rows", args, [](auto &a) { a.asked++; });
+}
+static void want_no_rows(const char *launch, void *args) {
+    change_ngrams(launch, "k_want_rows", args, [](auto &a) { a.n_asked = a.asked + 1; });
+}
+static void rows_by_their_numbers(const char *launch, void *args) {
+    change_ngrams(launch, "k_ngram_rows", args, [](auto &a) { a.question = NULL; });
+}
 template <class F>
 static void change_means(const char *launch, void *args, F f) {
     change_if<struct index_args>(launch, "k_index_store", args, f);
@@ -1225,6 +1268,19 @@ static const struct {
                 {"ngrams", "the ring of n-grams does not get a token", ngrams_ring_not_kept},
                 {"ngrams", "a prefill keeps n-grams of a token fewer", ngrams_ring_one_fewer},
                 {"ngrams", "the ring of n-grams is shorter by a row", ngrams_ring_shorter},
+                {"rows", "tokens of n-grams are hashed by their own ids", ngrams_of_tokens_themselves},
+                {"rows", "n-grams never go beyond the end of a text", ngrams_always_end},
+                {"rows", "n-grams are padded with another token", ngrams_padded_otherwise},
+                {"rows", "rows of n-grams have the scales of the next", ngrams_scales_of_next},
+                {"rows", "a ring of ids alone gets none", plain_ring_not_kept},
+                {"rows", "a ring of ids alone gets one fewer", plain_ring_one_fewer},
+                {"rows", "a ring of ids alone is shorter by a row", plain_ring_shorter},
+                {"rows", "a ring of ids alone gets those of the next tokens", plain_ids_of_next},
+                {"rows", "values without a convolution have the factors of norms", plain_other_factors},
+                {"read-rows", "rows of the next token are asked for", want_rows_of_next_token},
+                {"read-rows", "the first row that is asked for is not listed", want_rows_shifted},
+                {"read-rows", "no row is asked for", want_no_rows},
+                {"read-rows", "rows that were brought are found by their numbers", rows_by_their_numbers},
                 {"ngrams", "the ring of keys does not get a token", means_not_kept},
                 {"ngrams", "the ring of keys is shorter by a row", means_ring_shorter},
                 {"ngrams", "keys are means of fewer tokens", means_of_fewer},

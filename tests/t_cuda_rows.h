@@ -787,7 +787,7 @@ static void run_quantize(int n_row, int n_in) {
  * of them within an n-gram of the batch. GGUF_I8: rows are E4M3 with scales, tokens are hashed by other ids, and n-grams
  * go beyond the end of a text. */
 static void run_ngram_rows(int type, int n) {
-    enum { FIRST = 3, TOKENS = 5, HEADS = 4, ROWS = 37, EOS = 5, RING = 9, WIDE = 4, IDS = 16 };
+    enum { FIRST = 1, TOKENS = 7, HEADS = 4, ROWS = 37, EOS = 5, RING = 9, WIDE = 4, IDS = 16 };
     static const int32_t ids[FIRST + TOKENS] = {7, EOS, 9, 4, EOS, 11, 12, 4};
     static const int64_t multiplier[] = {23703573157769, 20109073645365, 8052911324071};
     const bool plain = type != GGUF_I8;

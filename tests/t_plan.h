@@ -893,15 +893,36 @@ static void test_plan_ngrams(void) {
               "weights of a GPU");
     json_decref(o);
 
-    char *out = NULL, *err = NULL;
-    int rc = run_command(MOE_BIN " --plan --gpus 1x96 --host 96 --synth qwen3.8-flash-next </dev/null", &out, &err);
-    CHECK(rc == 1 && !arrlen(out) &&
-              !strcmp(sb_cstr(&err),
-                      "moe: 'qwen3.8-flash-next' needs 95.37 GiB of host memory for its table of n-grams, "
-                      "of which 96.00 GiB are there\n"),
-          "%d: %.200s", rc, sb_cstr(&err));
-    arrfree(out);
-    arrfree(err);
+    /* with a host that has no room for the table: 16 rows, 8 reads at a time of 100 us */
+    json_t *pinned = plan_of("--gpus 1x96 --host 128 --synth qwen3.8-flash-next", 0);
+    json_t *file = plan_of("--gpus 1x96 --host 96 --synth qwen3.8-flash-next", 0);
+    table = json_object_get(pinned, "ngrams");
+    CHECK(json_is_true(json_object_get(table, "pinned")) && !plan_int(table, "token_reads"), "the table is pinned");
+    table = json_object_get(file, "ngrams");
+    CHECK(json_is_false(json_object_get(table, "pinned")), "the table is not pinned");
+    CHECK_INT(plan_int(table, "token_reads"), 16, "reads");
+    CHECK_INT(plan_int(json_array_get(json_object_get(file, "ranks"), 0), "weights"),
+              plan_int(json_array_get(json_object_get(pinned, "ranks"), 0), "weights"), "weights");
+    const double more = 1 / json_real_value(json_object_get(file, "forecast")) -
+                        1 / json_real_value(json_object_get(pinned, "forecast"));
+    CHECK(more > 2e-4 && more < 2.1e-4, "a token takes %g s more", more); /* the reads, and two kernels */
+    json_decref(pinned), json_decref(file);
+
+    static const char *const hosts[] = {"", " --host 128", " --host 96"},
+                             *const says[] = {
+                                 "\nn-grams     95.4 GiB of host memory, pinned, not of a GPU's;\n"
+                                 "            a token reads 16 rows of them, 5.0 KiB, over the bus\n\n",
+                                 "pinned, not of a GPU's;",
+                                 "\nn-grams     95.4 GiB in the file: host memory has no room for them;\n"
+                                 "            a token reads 16 rows of them, 5.0 KiB, by 16 reads of the disk:\n"
+                                 "            about 0.2 ms (assumed: 100 us a read, 8 at once)\n\n"};
+    for (int i = 0; i < 3; i++) {
+        char cmd[256], *out = NULL, *err = NULL;
+        snprintf(cmd, sizeof cmd, "%s --plan --gpus 1x96%s --synth qwen3.8-flash-next </dev/null", MOE_BIN, hosts[i]);
+        const int rc = run_command(cmd, &out, &err);
+        CHECK(!rc && strstr(sb_cstr(&out), says[i]), "%s: %d: %s%s", hosts[i], rc, sb_cstr(&out), sb_cstr(&err));
+        arrfree(out), arrfree(err);
+    }
 }
 
 /* DeepSeek-V4.1-Flash in bytes: four layers make compressed keys, eight choose among them, two have tables of n-grams. */
