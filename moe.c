@@ -48,7 +48,7 @@
  *   Types: the table of keys                         170  every key: name, kind, range, default
  *   Types: models                                    420  model, family; sizes that follow from them
  *   Types: operations                                360  the table that every backend fills in; its contract
- *   Types: cache tensors, ranks, the GPU backend     320  struct rank; cuda_* functions
+ *   Types: cache tensors, ranks, the GPU backend     340  struct rank; cuda_* functions
  *
  *  State
  *   State: cache tensors of a layer                  420  the KV cache and recurrent states
@@ -96,13 +96,13 @@
  *   CPU operations: recurrent states                 220  gated delta nets and Mamba-2
  *   CPU operations: blocks of layers                 250  the residual of Inkling 2, and its attention
  *   CPU operations: n-grams                          100  rows of a table of n-grams, and what they add
- *   Experts on disk: reading                         210  threads that read parts of the model's files
- *   Experts on disk: slots                           470  which experts are in memory
+ *   Experts on disk: reading                         250  threads that read parts of the model's files
+ *   Experts on disk: slots                           460  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
  *   CPU operations: feed-forward                     500  router and experts
  *   CPU operations: logits and results               150  logits, and operations that wait
  *   CPU operations: memory of a rank                 250  the table of operations; what a rank allocates
- *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
+ *   Experts for GPUs                                 220  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
  *  Session
