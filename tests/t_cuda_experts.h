@@ -545,12 +545,9 @@ static void test_cuda_rows_read(void) {
         const char *name; /* of a fixture; NULL: the model of ngram_shapes[0] */
         enum kv_type kv;
         int layout, n_stored, n_threads;
-    } cases[] = {{"qwen4_exp", KV_FP8, 0, 0, LATE},
-                 {NULL, KV_BF16, 1, 0, 1},
-                 {"qwen4_exp", KV_BF16, 3, 0, 1},
-                 {"qwen4_exp", KV_BF16, 0, 4, 1},
-                 {"deepseek_v41", KV_BF16, 0, 0, LATE},
-                 {"deepseek_v41_nvfp4", KV_BF16, 1, 0, 1},
+    } cases[] = {{"qwen4_exp", KV_FP8, 0, 0, LATE},     {NULL, KV_BF16, 1, 0, 1},
+                 {"qwen4_exp", KV_BF16, 3, 0, 1},       {"qwen4_exp", KV_BF16, 0, 4, 1},
+                 {"deepseek_v41", KV_BF16, 0, 0, LATE}, {"deepseek_v41_nvfp4", KV_BF16, 1, 0, 1},
                  {"deepseek_v41", KV_BF16, 0, 4, 1}};
     static const struct parallel_case side[] = {
         {"qwen4_exp", NULL, 1, 1, KV_BF16, 5, 0, rows_parallel_open, 0, false, 1},
