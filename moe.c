@@ -13334,7 +13334,8 @@ static void run_ngrams_add(struct rank *r, const struct step *step) {
 enum {
     READ_ALIGN = 4096,    /* of the offset, length and address of a read with O_DIRECT */
     READ_PIECE = 1 << 20, /* bytes of a read at most */
-    READ_THREADS = 8,     /* reads at once; a drive of 1.5 GB/s is busy with 4 */
+    READ_THREADS = 8,     /* reads at once; a drive of 1.5 GB/s is busy with 4, */
+    ROW_THREADS = 32,     /* and where rows are read, which wait for the drive and not for its rate */
     READ_QUEUE = 4096     /* reads that wait at most */
 };
 
@@ -13355,7 +13356,7 @@ struct reader {
     pthread_cond_t asked, ended;
     struct disk_read queue[READ_QUEUE];
     unsigned first, n; /* of the queue, a ring */
-    pthread_t thread[READ_THREADS];
+    pthread_t thread[ROW_THREADS];
     int n_thread;
     bool stop;
     char failure[ERR_MAX];   /* of the first read that failed; "": none has */
@@ -13426,16 +13427,21 @@ static void *reader_thread(void *arg) {
     return NULL;
 }
 
-static void reader_start(struct reader *d) {
+/* Lets n threads read, if so many can be started. */
+static void reader_threads(struct reader *d, int n) {
     sigset_t old;
-    pthread_mutex_init(&d->lock, NULL);
-    pthread_cond_init(&d->asked, NULL);
-    pthread_cond_init(&d->ended, NULL);
     signals_block(&old);
-    for (; d->n_thread < READ_THREADS; d->n_thread++)
+    for (; d->n_thread < n; d->n_thread++)
         if (pthread_create(&d->thread[d->n_thread], NULL, reader_thread, d)) break;
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (!d->n_thread) die("cannot start a thread that reads the model");
+}
+
+static void reader_start(struct reader *d) {
+    pthread_mutex_init(&d->lock, NULL);
+    pthread_cond_init(&d->asked, NULL);
+    pthread_cond_init(&d->ended, NULL);
+    reader_threads(d, READ_THREADS);
 }
 
 /* Ends the threads. Reads that have not begun are dropped. */
@@ -15184,12 +15190,14 @@ static void server_reads_rows(struct expert_server *s) {
             bytes = size_max(bytes, reader_rows_room(i ? &g->scales : &g->table));
         if (posix_memalign((void **)&s->room[i], READ_ALIGN, bytes)) die("out of memory");
     }
-    if (s->reader) return;
-    s->reader = &s->own;
-    reader_start(s->reader);
-    /* a page is read for a few rows, and the next ones are elsewhere */
-    for (uint32_t i = 0; i < s->r.m->gguf.n_images; i++)
-        posix_fadvise(s->r.m->gguf.images[i].fd, 0, 0, POSIX_FADV_RANDOM);
+    if (!s->reader) {
+        s->reader = &s->own;
+        reader_start(s->reader);
+        /* a page is read for one row, and the next row is elsewhere */
+        for (uint32_t i = 0; i < s->r.m->gguf.n_images; i++)
+            posix_fadvise(s->r.m->gguf.images[i].fd, 0, 0, POSIX_FADV_RANDOM);
+    }
+    reader_threads(s->reader, ROW_THREADS);
 }
 
 /* Starts to answer the questions of ranks; NULL: none of them asks. */
@@ -29871,7 +29879,7 @@ static int plan_row_reads(const struct plan *p, const struct model *shard) {
 
 /* Seconds of these reads for n tokens. */
 static double plan_row_seconds(const struct plan *p, const struct model *shard, int n) {
-    return 1e-6 * PLAN_READ_US * ceil((double)n * plan_row_reads(p, shard) / READ_THREADS);
+    return 1e-6 * PLAN_READ_US * ceil((double)n * plan_row_reads(p, shard) / ROW_THREADS);
 }
 
 /* Adds what a rank holds of layer il, and what a token reads of it: every tensor of the table. */
@@ -31224,7 +31232,7 @@ static void plan_ngrams_text(const struct plan *p, char **text) {
               m->n_ngram * m->ngram->n_head, with_unit(ngrams_reads(m), b));
     if (p->offload.read_rows)
         sb_printf(text, ", by %d reads of the disk:\n            about %.1f ms (assumed: %d us a read, %d at once)",
-                  plan_row_reads(p, m), 1e3 * plan_row_seconds(p, m, 1), PLAN_READ_US, READ_THREADS);
+                  plan_row_reads(p, m), 1e3 * plan_row_seconds(p, m, 1), PLAN_READ_US, ROW_THREADS);
     else if (!p->cpu) sb_printf(text, ", over the bus");
     sb_printf(text, "\n\n");
 }

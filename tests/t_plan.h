@@ -893,7 +893,7 @@ static void test_plan_ngrams(void) {
               "weights of a GPU");
     json_decref(o);
 
-    /* with a host that has no room for the table: 16 rows, 8 reads at a time of 100 us */
+    /* with a host that has no room for the table: 16 rows, up to 32 reads at a time of 100 us */
     json_t *pinned = plan_of("--gpus 1x96 --host 128 --synth qwen3.8-flash-next", 0);
     json_t *file = plan_of("--gpus 1x96 --host 96 --synth qwen3.8-flash-next", 0);
     table = json_object_get(pinned, "ngrams");
@@ -905,7 +905,7 @@ static void test_plan_ngrams(void) {
               plan_int(json_array_get(json_object_get(pinned, "ranks"), 0), "weights"), "weights");
     const double more = 1 / json_real_value(json_object_get(file, "forecast")) -
                         1 / json_real_value(json_object_get(pinned, "forecast"));
-    CHECK(more > 2e-4 && more < 2.1e-4, "a token takes %g s more", more); /* the reads, and two kernels */
+    CHECK(more > 1e-4 && more < 1.1e-4, "a token takes %g s more", more); /* the reads, and two kernels */
     json_decref(pinned), json_decref(file);
 
     static const char *const hosts[] = {"", " --host 128", " --host 96"},
@@ -915,7 +915,7 @@ static void test_plan_ngrams(void) {
                                  "pinned, not of a GPU's;",
                                  "\nn-grams     95.4 GiB in the file: host memory has no room for them;\n"
                                  "            a token reads 16 rows of them, 5.0 KiB, by 16 reads of the disk:\n"
-                                 "            about 0.2 ms (assumed: 100 us a read, 8 at once)\n\n"};
+                                 "            about 0.1 ms (assumed: 100 us a read, 32 at once)\n\n"};
     for (int i = 0; i < 3; i++) {
         char cmd[256], *out = NULL, *err = NULL;
         snprintf(cmd, sizeof cmd, "%s --plan --gpus 1x96%s --synth qwen3.8-flash-next </dev/null", MOE_BIN, hosts[i]);
