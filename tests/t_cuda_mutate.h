@@ -669,19 +669,19 @@ static void ngrams_scales_of_next(const char *launch, void *args) {
     });
 }
 static void plain_ring_not_kept(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.keep = INT_MAX; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.keep = INT_MAX; });
 }
 static void plain_ring_one_fewer(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.keep++; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.keep++; });
 }
 static void plain_ring_shorter(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.ring.n_row--; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.ring.n_row--; });
 }
 static void plain_other_factors(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.gates += a.n_hc; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.gates += a.n_hc; });
 }
 static void plain_ids_of_next(const char *launch, void *args) {
-    change_ngrams(launch, "k_ngram_add<false>", args, [](auto &a) { a.tokens++; });
+    change_ngrams(launch, "k_ngram_add", args, [](auto &a) { a.tokens++; });
 }
 static void want_rows_of_next_token(const char *launch, void *args) {
     change_ngrams(launch, "k_want_rows", args, [](auto &a) { a.tokens++; });
