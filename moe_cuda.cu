@@ -1837,17 +1837,19 @@ __global__ void __launch_bounds__(256) k_ngram_add(const __grid_constant__ struc
         };
         if (a.add) {
             float4 y = make_float4(0, 0, 0, 0);
-            int c = 0;
-            do {
-                const int p = pos - (g.n_conv - 1 - c) * g.size;
-                const float *tap = a.taps + column * (size_t)g.n_conv + c;
-                if (p < 0) continue;
-                const float4 x = p < u.pos ? *(const float4 *)(ngram_kept(a, u, p) + column) : normed(t - (pos - p));
+            auto convolve = [&](const float *tap, const float4 &x) {
                 y.x = fmaf(tap[0], x.x, y.x);
                 y.y = fmaf(tap[g.n_conv], x.y, y.y);
                 y.z = fmaf(tap[2 * g.n_conv], x.z, y.z);
                 y.w = fmaf(tap[3 * g.n_conv], x.w, y.w);
-            } while (++c < g.n_conv);
+            };
+            UNROLL_BY(1) for (int c = 0; c < g.n_conv - 1; c++) {
+                const int p = pos - (g.n_conv - 1 - c) * g.size;
+                const float *tap = a.taps + column * (size_t)g.n_conv + c;
+                if (p < 0) continue;
+                convolve(tap, p < u.pos ? *(const float4 *)(ngram_kept(a, u, p) + column) : normed(t - (pos - p)));
+            }
+            convolve(a.taps + column * (size_t)g.n_conv + g.n_conv - 1, normed(t));
             const float4 x = *to;
             auto sum = [&](float was, float value, float c) { return fmaf(gate, value, was) + c * logistic(c); };
             *to = make_float4(sum(x.x, v.x, y.x), sum(x.y, v.y, y.y), sum(x.z, v.z, y.z), sum(x.w, v.w, y.w));
