@@ -850,8 +850,9 @@ static void run_ngram_rows(int type, int n) {
            TOKENS * HEADS * n);
 }
 
-/* Gates and sums of a table of n-grams without a convolution, in batches that fit into the ring and that do not. */
-static void run_ngram_plain(int n, int n_hc, int n_tok) {
+/* Gates and sums of a table of n-grams without a convolution, in batches that fit into the ring and that do not. two: the
+ * last tokens are those of another timeline. */
+static void run_ngram_plain(int n, int n_hc, int n_tok, int two) {
     enum { FIRST = 3, RING = 19 };
     const size_t wide = (size_t)(n * n_hc), all = wide * (size_t)n_tok;
     const float eps = 1e-6f;
@@ -864,13 +865,18 @@ static void run_ngram_plain(int n, int n_hc, int n_tok) {
     for (int t = 0; t < n_tok; t++) ids.push_back(100 + t);
     gpu_array<uint16_t> norms_d(norms), keys_d(keys);
     gpu_array<float> value_d(value), weight_d(weight), streams_d(streams), gates_d((size_t)(2 * n_hc * n_tok)),
-        kept_d(std::vector<float>(RING, -1));
+        kept_d(std::vector<float>(2 * RING, -1));
     gpu_array<int32_t> ids_d(ids);
-    gpu_batch b(FIRST, n_tok, FIRST);
+    struct batch batch = {
+        n_tok, 1 + (two > 0), {{0, 0, n_tok - two, FIRST, FIRST, 0}, {1, n_tok - two, two, 0, 0, 0}}, {}};
+    for (int t = n_tok - two; t < n_tok && two; t++) batch.run_of[t] = 1;
+    gpu_array<struct batch> b(std::vector<struct batch>{batch});
     struct ngram_args a = {};
-    a.batch = b, a.tokens = ids_d, a.norms = norms_d, a.keys = keys_d, a.value = value_d, a.key_norm = weight_d;
+    a.batch = {b.p, two > 0}, a.tokens = ids_d, a.norms = norms_d, a.keys = keys_d, a.value = value_d,
+    a.key_norm = weight_d;
     a.streams = streams_d, a.gates = gates_d, a.n = n, a.n_hc = n_hc, a.eps = eps;
     a.ring.kind = ROWS_RING, a.ring.n_row = RING, a.ring.row_bytes = sizeof(float), a.ring.data = (uint8_t *)kept_d.p;
+    a.ring.timeline_rows = RING;
     norms_d.arrive(), keys_d.arrive(), value_d.arrive(), streams_d.arrive(), ids_d.arrive();
     LAUNCH_PDL(k_ngram_gate, dim3((unsigned)n_hc, (unsigned)n_tok), NORM_THREADS, 0, test_stream, a);
     ngram_add(&a, n_tok, test_stream);
@@ -895,11 +901,12 @@ static void run_ngram_plain(int n, int n_hc, int n_tok) {
         }
     expect(worst < 1e-5 * most, "n-grams of %d streams of %d, %d tokens: off by %.1e of %.1e", n_hc, n, n_tok, worst,
            most);
+    std::vector<float> want(2 * RING, -1);
+    for (int t = 0; t < n_tok; t++)
+        want[(size_t)(t < n_tok - two ? (FIRST + t) % RING : RING + t - (n_tok - two))] = (float)ids[(size_t)t];
     int bad = 0;
-    for (int p = FIRST + n_tok; p-- > FIRST + max(0, n_tok - RING);)
-        bad += kept[(size_t)(p % RING)] != (float)ids[(size_t)(p - FIRST)];
-    for (int p = FIRST + n_tok; p < RING + (n_tok < RING ? FIRST : 0); p++) bad += kept[(size_t)(p % RING)] != -1;
-    expect(!bad, "the ring of n-grams, %d tokens: %d of %d ids are wrong", n_tok, bad, RING);
+    for (size_t i = 0; i < 2 * RING; i++) bad += kept[i] != want[i];
+    expect(!bad, "the ring of n-grams, %d tokens: %d of %d ids are wrong", n_tok, bad, 2 * RING);
 }
 
 extern "C" void cuda_test_rows(void) {
@@ -908,7 +915,7 @@ extern "C" void cuda_test_rows(void) {
     if (fp4) run_quantize(2, 16424);
     for (int type : {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4}) run_ngram_rows(type, 192);
     run_ngram_rows(GGUF_I8, 32), run_ngram_rows(GGUF_I8, 256);
-    run_ngram_plain(1028, 3, 2), run_ngram_plain(36, 4, 16), run_ngram_plain(36, 4, 23);
+    run_ngram_plain(1028, 3, 2, 0), run_ngram_plain(36, 4, 16, 5), run_ngram_plain(36, 4, 23, 0);
     gpu_array<float> rate(std::vector<float>{7});
     LAUNCH_PDL(k_mma_rate, 1, 512, 0, test_stream, 31, rate.p);
     finish("the rate of products");
