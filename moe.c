@@ -2250,10 +2250,13 @@ static inline size_t attn_topk_all(const struct attn *a) {
     return (size_t)attn_topk_lists(a) * (size_t)attn_topk_blocks(a);
 }
 
-/* Values of a row of the residual, in all streams: what a pipeline stage hands to the next. */
-static inline int hidden_width(const struct model *m) {
+/* Values of a row of the residual, in all streams, and how many say how they are read: what a pipeline stage hands to the
+ * next. */
+static inline int residual_width(const struct model *m) {
     return (m->n_hc ? m->n_hc : m->n_res ? m->n_res : 1) * m->n_embd;
 }
+static inline int lag_width(const struct model *m) { return m->family->lagging_streams ? m->n_hc : 0; }
+static inline int hidden_width(const struct model *m) { return residual_width(m) + lag_width(m); }
 
 /* The row of A_HC that a layer's results are added to; 0 is the embedding. */
 static inline int residual_row(const struct model *m, const struct layer *layer) {
@@ -3505,10 +3508,11 @@ static inline double state_reads(const struct model *m, enum kv_type type, size_
     return bytes;
 }
 
-/* Where a row of A_MIX says how the next half reads the streams, where that lags; and the values of a row. */
-static inline int hc_lag_at(const struct model *m) { return (2 + m->n_hc) * m->n_hc + 1; }
+/* Where a row of A_MIX says how the next half reads the streams, where that lags: after the coefficients and the squared
+ * sum, from a multiple of 16 bytes on. And the values of a row. */
+static inline int hc_lag_at(const struct model *m) { return ((2 + m->n_hc) * m->n_hc + 1 + 3) / 4 * 4; }
 static inline int hc_mix_width(const struct model *m) {
-    return hc_lag_at(m) + (m->family->lagging_streams ? m->n_hc : 0);
+    return lag_width(m) ? hc_lag_at(m) + lag_width(m) : (2 + m->n_hc) * m->n_hc + 1;
 }
 
 /* A row of A_MIX where the residual is blocks: the squared sums of the rows of A_HC, for READ_Q to READ_V the scores of
@@ -3785,6 +3789,7 @@ struct gpu_dims {
     size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
     size_t scores;          /* scores of the indexer at once, or 0 */
     size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
+    size_t candidates;      /* blocks that a query's later choices are limited to, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
     size_t n_hc_sum;        /* sums of a token's streams, or 0 */
     size_t ngram_gates;     /* gates of a token by which rows of n-grams are added, or 0 */
@@ -3798,7 +3803,7 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->family->lagging_streams) return "the lagging streams and shared compressed keys of DeepSeek-V4.1";
+    if (m->n_ngram && m->family->lagging_streams) return "the Engram tables of DeepSeek-V4.1";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -3858,6 +3863,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
         if (m->layers[il].qk_norm == QK_NORM_ROWS && shard->n_rank > 1 && d.n > d.decode)
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
     d.n_topk = m->max.n_topk;
+    d.candidates = (size_t)m->max.candidates;
     d.scores = d.n_topk ? INDEX_SCORES : 0;
     d.joins = ((d.n_topk && !d.latent) || m->max.groups || s.n_timeline > 1 ? d.decode : 2) * d.heads;
     d.ngram_gates = m->n_ngram ? 2 * (size_t)m->n_hc : 0;
@@ -3907,6 +3913,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x16[A_IQ], uint16_t, d.n * d.act[A_IQ])                                                            \
     X(x32[A_CK], float, d.n * d.act[A_CK])                                                               \
     X(x32[A_CG], float, d.n * d.act[A_CG])                                                               \
+    X(x32[A_POOLED], float, d.n * d.act[A_POOLED])                                                       \
+    X(x16[A_POOLED], uint16_t, d.n * d.act[A_POOLED])                                                    \
     X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                             \
     X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                             \
     X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                                    \
@@ -3936,6 +3944,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(ngram_gates, float, d.n * d.ngram_gates)                                                           \
     X(index_scores, float, d.scores)                                                                     \
     X(topk_blocks, int32_t, d.n * d.n_topk)                                                              \
+    X(candidates, int32_t, d.n * d.candidates)                                                           \
     X(mtp_hidden, float, (d.mtp_hidden + d.timelines * d.mtp_own) * d.hidden)                            \
     X(cs, float, d.n * d.ropes * d.rope / 2)                                                             \
     X(sn, float, d.n * d.ropes * d.rope / 2)                                                             \
@@ -30735,6 +30744,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         if (attn_pools(&l->attn)) launch_add(k, DECODE_CSA_STORE, recent + READS(&l->index_compressor.ape), 0);
         launch_add(k, DECODE_INDEX_SCORES, index, 0);
         launch_add(k, l->mixer == MIXER_MLA || l->attn.index_means ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
+        if (l->attn.candidates && !l->attn.candidate_back) launch_add(k, DECODE_INDEX_BLOCKS, 0, 0);
         break;
     case OP_attention: {
         const double norms = l->qk_norm == QK_NORM_HEADS ? READS(&l->q_norm, &l->k_norm) : 0;
@@ -30750,11 +30760,13 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
         if (l->attn.n_gate) launch_add(k, DECODE_HEAD_GATE, 0, 0);
         break;
-    case OP_pool_keys: break; /* no GPU runs it, see gpu_lacks */
+    case OP_pool_keys: launch_add(k, DECODE_CSA_STORE, recent + READS(&l->compressor.norm), 0); break;
     case OP_csa_store:
         launch_add(k, DECODE_CSA_STORE,
-                   recent + READS(&l->kv_a_norm, &l->compressor.ape, &l->compressor.norm, &l->index_compressor.ape,
-                                  &l->index_compressor.norm),
+                   READS(&l->kv_a_norm) + (l->attn.latent_index
+                                               ? READS(&l->index_norm)
+                                               : recent + READS(&l->compressor.ape, &l->compressor.norm,
+                                                                &l->index_compressor.ape, &l->index_compressor.norm)),
                    0);
         break;
     case OP_csa_attention:

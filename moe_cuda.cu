@@ -26,10 +26,11 @@
  *   attention, its gates  attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
  *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
  *     of wide heads         k_rope_gqa, attn_mla_kernel                the same, attn_merge
- *   sparse attention      before it k_index_store, k_index_scores or k_index_blocks, k_index_choose; then the kernels
- *                           of decode, grouped-query attention after k_rope_gqa
+ *   sparse attention      before it k_index_store, k_index_scores or k_index_blocks, k_index_choose, which also lists
+ *                           candidates; then the kernels of decode, grouped-query attention after k_rope_gqa
  *   one KV head           k_csa_store, the indexer's choice, attn_mla_kernel; groups of heads by k_gemv_linear or
- *                           gemm_kernel
+ *                           gemm_kernel; keys of the indexer that are made of compressed keys by k_csa_store and
+ *                           k_gemv_linear or gemm_kernel before these
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
  *   Kimi delta attention  k_delta_decode                             k_delta_mix, k_kda_prepare, k_delta_scan,
@@ -45,11 +46,12 @@
  *   MTP layer             k_mtp_input; k_keep_hidden, also after a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
- * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that
- * of grouped-query attention, 13 with hyper-connections and compressed keys, and 15 with an indexer of these. Each
- * reads its weights once, dequantizes them to halves in registers and multiplies by m16n8k16 with F32 sums (W4A16).
- * What a token gives does not depend on the other tokens of a decode forward. While attention, router, norms or sums
- * of ranks leave the memory idle, kernels request weights of the next dense products into L2 (struct l2_prefetch).
+ * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that of
+ * grouped-query attention, 13 with hyper-connections and compressed keys, 15 with an indexer of these, and 17 where its
+ * keys are made of them. Each reads its weights once, dequantizes them to halves in registers and multiplies by
+ * m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other tokens of a decode forward. While
+ * attention, router, norms or sums of ranks leave the memory idle, kernels request weights of the next dense products
+ * into L2 (struct l2_prefetch).
  * Positions and tokens lie in device memory, so that one CUDA graph per number of tokens replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
  * experts may also run with FP4 activations (W4A4).
@@ -805,11 +807,16 @@ struct send_args {
     size_t src_stride, dst_stride;
     int n_row, n_col;
     uint32_t *signal; /* flag of the other rank to set at the end; NULL: none */
+    /* n_more more columns of each row, n_more % 4 == 0, from and to places of their own */
+    const float *more_src;
+    float *more_dst;
+    size_t more_src_stride, more_dst_stride;
+    int n_more;
 };
 
 /* Copies rows to another rank, or out of this rank's mailbox, and signals it.
- * Grid: at most ALLREDUCE_BLOCKS, block: 256. Sends n_row * n_col * 4 bytes at the link's bandwidth; receiving costs
- * the latency of a flag and 8 bytes per value. */
+ * Grid: at most ALLREDUCE_BLOCKS, block: 256. Sends n_row * (n_col + n_more) * 4 bytes at the link's bandwidth;
+ * receiving costs the latency of a flag and 8 bytes per value. */
 __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_wait();
     const uint32_t seq = a.p.sequence->done[a.channel] + 1;
@@ -819,10 +826,13 @@ __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
         flag_wait(a.wait_flag + t, a.channel == CH_SEND ? seq - 1 : seq, a.p,
                   WAIT_CODE(a.n_wait == 1 ? 0 : t, a.channel, 0));
     __syncthreads(); /* thread 0..n_wait-1 have seen the flags: all threads may go on */
-    const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
+    const size_t n_col = (size_t)a.n_col, vecs = (n_col + (size_t)a.n_more) / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
         const size_t row = i / vecs, col = i % vecs * 4;
-        st_sys16(a.dst + row * a.dst_stride + col, ld_sys16(a.src + row * a.src_stride + col));
+        if (col < n_col) st_sys16(a.dst + row * a.dst_stride + col, ld_sys16(a.src + row * a.src_stride + col));
+        else
+            st_sys16(a.more_dst + row * a.more_dst_stride + (col - n_col),
+                     ld_sys16(a.more_src + row * a.more_src_stride + (col - n_col)));
     }
     if (channel_end(a.p, a.channel) && a.signal) st_release_sys(a.signal, seq);
     grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
@@ -951,17 +961,20 @@ struct rope_tables {
 
 /* x (n_tok, n_embd) F32, `copies` times for each token and tokens x_stride apart = rows of the embedding times `factor`,
  * times the weights `norm` (n_embd) of an RMS norm, NULL: there is none; skipped if w is empty. An id of -1, where the
- * host has to choose, counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
+ * host has to choose, counts as 0: the forward is thrown away. Fills in the tables of the model's rotations. lag
+ * (n_tok, GPU_HC), tokens lag_stride apart: the first half reads stream 0; NULL: reading does not lag.
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_embed(struct device_matrix w, const int32_t *tokens, struct batch_ref batch, float *x, size_t x_stride,
-            int copies, float factor, const float *norm, float eps, const __grid_constant__ struct rope_tables ropes) {
+            int copies, float factor, const float *norm, float eps, const __grid_constant__ struct rope_tables ropes,
+            float *lag, size_t lag_stride) {
     grid_dependency_launch();
     grid_dependency_wait();
     __builtin_assume(copies > 0);
     int t = blockIdx.x;
     float ss = 0;
+    if (lag && threadIdx.x < GPU_HC) lag[(size_t)t * lag_stride + threadIdx.x] = threadIdx.x ? 0.0f : 1.0f;
     for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) {
         const float v = factor * device_matrix_value(w, max(tokens[t], 0), i);
         ss = fmaf(v, v, ss);
@@ -1359,17 +1372,19 @@ __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constan
  *
  * Hyper-connections (DeepSeek-V4), see hc_mix of moe.c. k_hc_mix takes the result of a half of a layer into
  * the streams, and multiplies them by the rows of `fn`; k_hc_norm makes coefficients of the products, and the
- * next half's input. The residual stays in F32.
+ * next half's input, which in DeepSeek-V4.1 the coefficients of the half before read. The residual stays in F32.
  * ============================================================================================================ */
 
 enum { HC_ROWS = (2 + GPU_HC) * GPU_HC, HC_TOKENS = 16 /* of a block of k_hc_mix at most */ };
 
 struct hc_args {
-    float *streams;            /* (n_tok, GPU_HC, n) */
-    const float *partial;      /* (n_tok, n); NULL: none */
-    const float *joined;       /* (n_tok, GPU_HC, n) in place of the streams; NULL: none */
-    float *mix;                /* (n_tok, HC_ROWS + 1) coefficients, which k_hc_norm makes for the next mix */
-    const float *fn;           /* (n_row, GPU_HC * n); NULL: nothing is multiplied */
+    float *streams;       /* (n_tok, GPU_HC, n) */
+    const float *partial; /* (n_tok, n); NULL: none */
+    const float *joined;  /* (n_tok, GPU_HC, n) in place of the streams; NULL: none */
+    float *mix;           /* (n_tok, HC_ROWS) coefficients, which k_hc_norm makes for the next mix, */
+    size_t mix_stride;    /* tokens so many floats apart */
+    float *lag;           /* (n_tok, GPU_HC) of mix: how this half reads the streams, and then the next; NULL: no lag */
+    const float *fn;      /* (n_row, GPU_HC * n); NULL: nothing is multiplied */
     const float *base, *scale; /* as in struct hyper */
     float *sums;               /* (n_tok, blocks, HC_SUMS): products with the rows, 0, .., squares at HC_ROWS */
     int n_row, n, n_tok, n_sinkhorn;
@@ -1415,7 +1430,7 @@ __global__ void __launch_bounds__(HC_COLUMNS) k_hc_mix(const __grid_constant__ s
         if (a.joined && in) UNROLL for (int j = 0; j < GPU_HC; j++) row[(size_t)j * (size_t)a.n] = x[j];
         if (a.partial) {
             const float y = in ? a.partial[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
-            const float *post = a.mix + (size_t)(first + t) * (HC_ROWS + 1) + GPU_HC;
+            const float *post = a.mix + (size_t)(first + t) * a.mix_stride + GPU_HC;
             const float *mix = post + GPU_HC;
             float to[GPU_HC];
             UNROLL for (int k = 0; k < GPU_HC; k++) {
@@ -1493,14 +1508,20 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_consta
         s = fmaf(s * rsqrtf(square / (float)(GPU_HC * n) + a.eps), scale, base);
         if (lane < GPU_HC) s = 1.0f / (1.0f + expf(-s)) + a.hc_eps;
         else if (lane < 2 * GPU_HC) s = 2.0f / (1.0f + expf(-s));
-        row[lane] = a.mean ? 1.0f / GPU_HC : s;
+        const float read = a.mean ? 1.0f / GPU_HC : s;
+        row[lane] = read;
+        if (a.lag && lane < GPU_HC) {
+            float *lag = a.lag + (size_t)t * a.mix_stride + lane;
+            row[lane] = *lag;
+            *lag = read;
+        }
         __syncwarp(); /* the row is written */
         if (a.n_row == HC_ROWS) {
             float m[GPU_HC * GPU_HC];
             UNROLL for (int i = 0; i < GPU_HC * GPU_HC; i++) m[i] = row[2 * GPU_HC + i];
             sinkhorn(m, a.n_sinkhorn, a.hc_eps);
             UNROLL for (int i = 0; i < GPU_HC * GPU_HC; i++) if (lane == 2 * GPU_HC + i) s = m[i];
-            if (lane < HC_ROWS) a.mix[(size_t)t * (HC_ROWS + 1) + lane] = s;
+            if (lane < HC_ROWS) a.mix[(size_t)t * a.mix_stride + lane] = s;
         }
     }
     __syncthreads(); /* the row is complete */
@@ -1669,7 +1690,8 @@ __global__ void __launch_bounds__(256) k_streams_read(const __grid_constant__ st
 struct ngram_args {
     struct batch_ref batch;
     const int32_t *tokens;
-    struct ngram table; /* its rows and their scales are in pinned memory of the host, as in the file; its ids on the GPU */
+    struct ngram
+        table; /* its rows and their scales are in pinned memory of the host, as in the file; its ids on the GPU */
     uint64_t inverse[NGRAM_HEADS]; /* floor((2^64 - 1) / n_row) of a head, see ngram_divide */
     float scale;                   /* of the table's values */
     uint16_t *rows;                /* (n_tok, n_head * table.row) */
@@ -1677,9 +1699,10 @@ struct ngram_args {
     int n_kept; /* values of its rows before the token's id */
 
     struct tp_rank p;
-    struct row_question *question; /* for the rows of tokens, which the table then has, one after the other; NULL: it has
+    struct row_question
+        *question;            /* for the rows of tokens, which the table then has, one after the other; NULL: it has
                                     * all its rows */
-    int32_t *asked, *n_asked;      /* its list of the table, by addresses of the GPU */
+    int32_t *asked, *n_asked; /* its list of the table, by addresses of the GPU */
 
     float *streams;                    /* (n_tok, n_hc, n) */
     const uint16_t *norms, *keys;      /* (n_tok, n_hc, n) */
@@ -1832,8 +1855,8 @@ __global__ void __launch_bounds__(256) k_ngram_add(const __grid_constant__ struc
     } else {
         const float4 w = *(const float4 *)(a.conv_norm + column);
         auto normed = [&](int row) { /* of the batch */
-            return norm_value(*(const float4 *)(a.value + (size_t)row * (size_t)n + i),
-                              a.gates[(size_t)(2 * row + 1) * (size_t)a.n_hc + j], w);
+                                     return norm_value(*(const float4 *)(a.value + (size_t)row * (size_t)n + i),
+                                                       a.gates[(size_t)(2 * row + 1) * (size_t)a.n_hc + j], w);
         };
         if (a.add) {
             float4 y = make_float4(0, 0, 0, 0);
@@ -6248,7 +6271,8 @@ static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cuda
  * weights. For grouped-query attention (MiniMax-M3) k_index_blocks finds the largest q.k of parts of every block
  * of keys, for each head, whose KV head has a list of its own. k_index_choose finds the last score of a query that is
  * among the largest, by radix selection, and lists the blocks from it on. A query whose context has at most top_k
- * keys sees all of them, and has no list.
+ * keys sees all of them, and has no list. In DeepSeek-V4.1 one layer also lists the candidates of a query, blocks of keys
+ * with the largest scores, and indexers of later layers score and choose keys of these blocks alone.
  * ============================================================================================================ */
 
 enum {
@@ -6275,12 +6299,31 @@ struct index_args {
     int block_tokens; /* tokens of a block of k_index_scores or k_index_blocks, of one run */
     int top_k, n_list, n_topk, n_chosen, n_scores; /* n_chosen: of n_topk those that scores choose */
     int block, local;        /* keys of a block; blocks that a query always sees, its own and those before it */
+    int parts;               /* scores of a block */
     struct divisor together; /* a key has together.n tokens, and is seen from the last of them on */
+    /* (n_tok, n_candidate) ascending blocks of candidate_block keys, of queries with more blocks, of which the last is one:
+     * what keys are scored and chosen among, and numbered in the order of these. NULL: all keys */
+    const int32_t *candidates;
+    int n_candidate, candidate_block;
     /* means: a key is made of the mean of its tokens' keys, of which the ring has those before the batch */
     bool means, keep; /* keep: the ring gets those of the batch */
     struct cache_tensor ring;
     struct rope_table table; /* of the rotation: a key is rotated as the first of its tokens */
 };
+
+/* The keys that are scored for a token: `n`, of which key i is key at(i) of the context. */
+struct index_keys {
+    const int32_t *list; /* candidates; NULL: the keys are those of the context */
+    int block, n;
+    DEVICE_MEMBER int at(int i) const { return list ? list[i / block] * block + i % block : i; }
+};
+/* Those of token `row` of the launch, which sees so many keys. */
+DEVICE struct index_keys index_keys_of(const struct index_args &a, int row, int seen) {
+    if (!a.candidates) return {NULL, 1, seen};
+    const int more = (seen + a.candidate_block - 1) / a.candidate_block - a.n_candidate; /* blocks than candidates */
+    if (more <= 0) return {NULL, 1, seen};
+    return {a.candidates + (size_t)row * a.n_candidate, a.candidate_block, seen - more * a.candidate_block};
+}
 
 /* The key of the block that ends with row t, with one warp: the mean of its tokens' keys, normed and rotated, goes to the
  * cache. mean: (d) memory of the warp. */
@@ -6403,11 +6446,11 @@ struct index_tile {
         }
         __syncthreads(); /* the queries have come */
     }
-    /* Loads keys from..from+INDEX_KEYS-1; in place of those from `len` on the last one. off: rows before key 0. */
-    DEVICE_MEMBER void load(const struct cache_tensor &keys, int off, int from, int len, int lane) {
+    /* Loads INDEX_KEYS keys. row_of(i): the row of key i of these. */
+    template <class F>
+    DEVICE_MEMBER void load(const struct cache_tensor &keys, int lane, F row_of) {
         UNROLL for (int i = 0; i < GROUPS; i++) {
-            const int key = min(from + 8 * i + (lane >> 2), len - 1);
-            const uint8_t *row = keys.data + (size_t)(off + key) * keys.row_bytes;
+            const uint8_t *row = keys.data + (size_t)row_of(8 * i + (lane >> 2)) * keys.row_bytes;
             UNROLL for (int c = 0; c < CHUNKS; c++) b[i][c] =
                 kv_values<FP8, RUN>(row + (4 * c + (lane & 3)) * RUN * ES);
         }
@@ -6421,12 +6464,12 @@ struct index_tile {
     }
 };
 
-/* scores (n_tok, n_scores) of the keys that a token sees, for tokens with more than top_k. The heads are the rows of
- * the MMA, the keys its columns.
+/* scores (n_tok, n_scores) of the keys that a token sees, for tokens with more than top_k; AMONG: of candidates, and a
+ * block has one token. The heads are the rows of the MMA, the keys its columns.
  * Grid: (any, ceil(n_tok / INDEX_TOKENS)), block: 256. A warp takes 32 keys at a time, which it reads once for
  * INDEX_TOKENS tokens. Reads keys * width values of the cache per block row. Decode is limited by that and, with 64
  * heads of 128, by the MMAs, 8192 multiplications per key and token. */
-template <int WIDTH, int FP8>
+template <int WIDTH, int FP8, bool AMONG>
 __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_constant__ struct index_args a) {
     using L = index_tile<WIDTH, FP8>;
     DYN_SMEM(pack<4>, q); /* (INDEX_TOKENS, m_tiles, STEPS, 32 lanes) */
@@ -6438,15 +6481,17 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int pos = run_base(u) + a.first + t0, len = a.together.of(pos + n), m_tiles = (n_index + 15) / 16;
     const struct run_rows where = run_rows_of(u, a.rope.kp);
     if (len <= a.top_k) return;
+    const struct index_keys among = AMONG ? index_keys_of(a, t0, len) : index_keys{NULL, 1, len};
     L::queries(q, n * m_tiles, [&](int tile, int r) -> const uint16_t * {
         const int head = tile % m_tiles * 16 + r;
         return head < n_index ? a.rope.q16 + ((size_t)(t0 + tile / m_tiles) * n_index + head) * WIDTH : NULL;
     });
     const int stride = (int)gridDim.x * (INDEX_THREADS / 32) * INDEX_KEYS;
-    for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
+    for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < among.n; base += stride) {
         L keys;
         const int off = base < where.stem ? 0 : where.shift;
-        keys.load(a.rope.kp, off, base, len, lane); /* scores of keys after the last are not stored */
+        auto row_of = [&](int i) { return AMONG ? where.at(among.at(i)) : off + i; };
+        keys.load(a.rope.kp, lane, [&](int i) { return row_of(min(base + i, among.n - 1)); });
         for (int tok = 0; tok < n; tok++) {
             const float *w = a.w + (size_t)(t0 + tok) * a.w_stride;
             const int seen = a.together.of(pos + tok + 1);
@@ -6463,8 +6508,8 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
             UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) {
                 UNROLL for (int x = 4; x < 32; x *= 2) sum[i][e] += __shfl_xor_sync(0xFFFFFFFFu, sum[i][e], x);
                 const int key = base + 8 * i + 2 * t + e;
-                if (g || key >= seen) continue;
-                const float scale = FP8 ? a.rope.kp.scale[off + key] : 1.0f;
+                if (g || key >= (AMONG ? among.n : seen)) continue;
+                const float scale = FP8 ? a.rope.kp.scale[row_of(key)] : 1.0f;
                 a.scores[(size_t)(t0 + tok) * a.n_scores + key] = a.score_scale * scale * sum[i][e];
             }
         }
@@ -6498,7 +6543,7 @@ __global__ void __launch_bounds__(INDEX_THREADS) k_index_blocks(const __grid_con
         L keys;
         float scale[L::GROUPS][2];
         const int off = base < where.stem ? 0 : where.shift;
-        keys.load(a.rope.kp, off, base, len, lane);
+        keys.load(a.rope.kp, lane, [&](int i) { return off + min(base + i, len - 1); });
         UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) scale[i][e] =
             FP8 ? a.rope.kp.scale[off + min(base + 8 * i + 2 * t + e, len - 1)] : 1.0f;
         for (int m = 0; m < tiles; m++) {
@@ -6532,7 +6577,8 @@ DEVICE uint32_t index_order(float x) {
 
 /* chosen (n_tok, n_list, n_topk): ascending numbers of the blocks with the largest scores, for each token with more than
  * top_k keys; the last `local` blocks of a token are among them. Of equal scores those of lower positions are larger.
- * BLOCKS: a block has several keys and its score is the largest of its parts, otherwise it is a key.
+ * BLOCKS: a block has several keys and its score is the largest of its parts, otherwise it is a key, or one of the
+ * candidates' keys.
  * Grid: n_tok * n_list, block: 1024. Reads the scores five times, from L2, with some 32 KB in flight: 1 us for 50,000
  * keys, each time. */
 template <bool BLOCKS>
@@ -6544,18 +6590,20 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
     SHARED(int, equal, CHOOSE_WARPS); /* and equal to it */
     grid_dependency_launch();
     grid_dependency_wait();
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, parts = BLOCKS ? index_parts(a.block) : 1;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, parts = BLOCKS ? a.parts : 1;
     const int tok = a.first + (int)blockIdx.x / a.n_list,
               seen = a.together.of(run_base(a.rope.batch.run(tok)) + tok + 1);
-    const int n = BLOCKS ? (seen + a.block - 1) / a.block : seen; /* blocks that the token sees */
+    const struct index_keys among = BLOCKS ? index_keys{} : index_keys_of(a, (int)blockIdx.x / a.n_list, seen);
+    const int n = BLOCKS ? (seen + a.block - 1) / a.block : among.n; /* blocks that the token sees */
     if (seen <= a.top_k) return;
     if (!tid && a.n_chosen < a.n_topk) a.chosen[(size_t)blockIdx.x * a.n_topk + a.n_chosen] = n;
     const float *score = a.scores + (size_t)blockIdx.x * a.n_scores;
     auto order = [&](int i) {
+        if (BLOCKS && i >= n - a.local) return ~0u; /* parts of the last one may have no score */
         float x = score[i * parts];
         if constexpr (BLOCKS)
             for (int p = 1; p < parts; p++) x = fmaxf(x, score[i * parts + p]);
-        return BLOCKS && i >= n - a.local ? ~0u : index_order(x);
+        return index_order(x);
     };
     auto sum_to = [&](int x) { /* over the lanes up to this one */
                                UNROLL for (int i = 1; i < 32; i *= 2) {
@@ -6614,7 +6662,9 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
         kinds(i, &above, &same);
         const bool take = (same >> lane & 1) && before + __popc(same & lower) < wanted;
         const uint32_t taken = __ballot_sync(0xFFFFFFFFu, take) | above;
-        if (taken >> lane & 1) a.chosen[(size_t)blockIdx.x * a.n_topk + at + __popc(taken & lower)] = i + lane;
+        if (taken >> lane & 1)
+            a.chosen[(size_t)blockIdx.x * a.n_topk + at + __popc(taken & lower)] =
+                BLOCKS ? i + lane : among.at(i + lane);
         at += __popc(taken);
         before += __popc(same);
     }
@@ -6622,23 +6672,32 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
 
 typedef void index_kernel(const struct index_args);
 
-/* Returns the kernel that scores keys, or blocks of keys, by heads of `width` values; NULL: there is none. */
-static index_kernel *index_find(int width, bool fp8, bool blocks) {
+enum index_of { INDEX_KEY, INDEX_CANDIDATE, INDEX_BLOCK, INDEX_OF };
+
+/* Returns the kernel that scores keys, those of candidates, or blocks of keys, by heads of `width` values; NULL: there is
+ * none. */
+static index_kernel *index_find(int width, bool fp8, enum index_of of) {
+#define INDEX_SCORES_OF(width, among) \
+    { k_index_scores<width, 0, among>, k_index_scores<width, 1, among> }
+#define INDEX_BLOCKS_OF(width) \
+    { k_index_blocks<width, 0>, k_index_blocks<width, 1> }
     static const struct {
         int width;
-        index_kernel *kernel[2][2]; /* keys or blocks; BF16, FP8 */
+        index_kernel *kernel[INDEX_OF][2]; /* BF16, FP8 */
     } table[] = {
-        {16, {{k_index_scores<16, 0>, k_index_scores<16, 1>}, {}}},
-        {32, {{k_index_scores<32, 0>, k_index_scores<32, 1>}, {}}},
-        {48, {{k_index_scores<48, 0>, k_index_scores<48, 1>}, {}}},
-        {64, {{k_index_scores<64, 0>, k_index_scores<64, 1>}, {k_index_blocks<64, 0>, k_index_blocks<64, 1>}}},
-        {80, {{k_index_scores<80, 0>, k_index_scores<80, 1>}, {}}},
-        {96, {{k_index_scores<96, 0>, k_index_scores<96, 1>}, {}}},
-        {112, {{k_index_scores<112, 0>, k_index_scores<112, 1>}, {}}},
-        {128, {{k_index_scores<128, 0>, k_index_scores<128, 1>}, {k_index_blocks<128, 0>, k_index_blocks<128, 1>}}},
+        {16, {INDEX_SCORES_OF(16, false), {}, {}}},
+        {32, {INDEX_SCORES_OF(32, false), INDEX_SCORES_OF(32, true), {}}},
+        {48, {INDEX_SCORES_OF(48, false), {}, {}}},
+        {64, {INDEX_SCORES_OF(64, false), INDEX_SCORES_OF(64, true), INDEX_BLOCKS_OF(64)}},
+        {80, {INDEX_SCORES_OF(80, false), {}, {}}},
+        {96, {INDEX_SCORES_OF(96, false), {}, {}}},
+        {112, {INDEX_SCORES_OF(112, false), {}, {}}},
+        {128, {INDEX_SCORES_OF(128, false), INDEX_SCORES_OF(128, true), INDEX_BLOCKS_OF(128)}},
     };
+#undef INDEX_SCORES_OF
+#undef INDEX_BLOCKS_OF
     for (auto &x : table)
-        if (x.width == width) return x.kernel[blocks][fp8];
+        if (x.width == width) return x.kernel[of][fp8];
     return NULL;
 }
 
@@ -6646,7 +6705,8 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
  * Attention of one KV head: what it reads
  *
  * DeepSeek-V4, see "CPU operations: compressed keys" of moe.c. k_csa_store makes queries, the key of each token,
- * and the compressed keys that the batch completes; attn_mla_kernel attends.
+ * and the compressed keys that the batch completes; attn_mla_kernel attends. In DeepSeek-V4.1 k_csa_store runs twice in a
+ * layer with compressed keys of its own: between the two launches a product makes keys of the indexer of them.
  * ============================================================================================================ */
 
 enum {
@@ -6658,13 +6718,16 @@ enum {
 
 /* A compressor: its cache tensors, and the batch's values and gates. */
 struct compress_args {
-    struct cache_tensor ring, keys;
-    const float *value, *gate; /* (n_tok, ring.width / 2), tokens stride floats apart */
+    struct cache_tensor ring, keys; /* a ring without rows: keys are made of one token */
+    const float *value, *gate; /* (n_tok, ring.width / 2), tokens stride floats apart; gate NULL: those are the keys */
     size_t stride;
-    const float *ape;  /* (compress_ratio, ring.width / 2) */
+    const float *ape;  /* (compress_ratio, ring.width / 2); NULL: zeros */
     const float *norm; /* (d); NULL: keys are not normed */
     int d;             /* values of a key, at most SHARED_HEAD */
     bool index;        /* it makes keys of the indexer */
+    /* (n_tok, d) in place of the cache: the key that a token completes, zeros where it completes none */
+    float *out;
+    uint16_t *out16; /* the same in halves */
 };
 
 struct csa_args {
@@ -6676,7 +6739,9 @@ struct csa_args {
     int n_index, index_k;
     struct compress_args with[2]; /* the attention's, the indexer's */
     int n_with, compress_ratio, pooled, n_tok;
-    bool qat;                    /* keys and the indexer are rounded as in training */
+    bool latents;        /* `with` has keys that need but norm and rotation, in the rows of the last of their tokens */
+    bool plain_q;        /* heads of queries are not normed */
+    enum rounding round; /* of keys and the indexer, as in training */
     int head_blocks, key_blocks; /* blocks of heads for each token; of each compressor's keys; the others write rings */
 };
 
@@ -6706,17 +6771,16 @@ DEVICE void rope_last(const float *src, bool normed, const float *w, int n, int 
 }
 
 /* Roundings as in "CPU operations: compressed keys" of moe.c, with one warp: value lane + 32 j is x[j]. */
-DEVICE void round_key(float x[CSA_PER], int n) {
+DEVICE void round_key(float x[CSA_PER], int n, bool wide) { /* wide: blocks of QAT_KEY values, not of QAT_KEY_V41 */
     const int lane = threadIdx.x & 31;
-    UNROLL for (int j = 0; j < CSA_PER; j += QAT_KEY / 32) {
-        if (32 * j >= n) continue;
-        float top = 0;
-        UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) top = fmaxf(top, fabsf(x[k]));
-        const float scale = ceil_pow2(fmaxf(warp_max(top), 1e-4f) * (1.0f / 448.0f)), inverse = 1.0f / scale;
-        UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) {
-            const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(x[k] * inverse, 0));
-            x[k] = half_to_f32((uint16_t)half) * scale;
-        }
+    float top[CSA_PER];
+    static_assert(QAT_KEY == 2 * WARP && QAT_KEY_V41 == WARP, "a block is one value of each lane, or two");
+    UNROLL for (int j = 0; j < CSA_PER; j++) top[j] = warp_max(lane + 32 * j < n ? fabsf(x[j]) : 0.0f);
+    UNROLL for (int j = 0; j < CSA_PER; j++) if (lane + 32 * j < n) {
+        const float most = wide ? fmaxf(top[j], top[j ^ 1]) : top[j];
+        const float scale = ceil_pow2(fmaxf(most, 1e-4f) * (1.0f / 448.0f)), inverse = 1.0f / scale;
+        const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(x[j] * inverse, 0));
+        x[j] = half_to_f32((uint16_t)half) * scale;
     }
 }
 DEVICE float round_e2m1(float x) {
@@ -6737,8 +6801,19 @@ DEVICE void hadamard(float x[INDEX_PER], int n) {
     }
     UNROLL for (int j = 0; j < INDEX_PER; j++) x[j] *= 1.0f / sqrtf((float)n);
 }
-DEVICE void round_index(float x[INDEX_PER], int n) {
-    hadamard(x, n);
+DEVICE void round_compressed(float x[CSA_PER], int n) {
+    const int lane = threadIdx.x & 31;
+    UNROLL for (int j = 0; j < CSA_PER; j++) {
+        float top = lane + 32 * j < n ? fabsf(x[j]) : 0;
+        UNROLL for (int o = QAT_COMPRESSED / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+        const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(fmaxf(top * (1.0f / 6.0f), 0x1p-9f), 0));
+        const float scale = half_to_f32((uint16_t)half), inverse = __fdividef(1.0f, scale), near = x[j] * inverse;
+        const float quotient = fmaf(fmaf(-near, scale, x[j]), inverse, near); /* ties stay ties */
+        x[j] = round_e2m1(quotient) * scale;
+    }
+}
+DEVICE void round_index(float x[INDEX_PER], int n, enum rounding how) {
+    if (how == ROUNDS_V4) hadamard(x, n);
     UNROLL for (int j = 0; j < INDEX_PER; j++) {
         if (32 * j >= n) continue;
         const float scale = ceil_pow2(fmaxf(warp_max(fabsf(x[j])), 6 * 0x1p-126f) * (1.0f / 6.0f));
@@ -6753,28 +6828,44 @@ DEVICE void csa_key_store(const struct cache_tensor &p, int row, int n, const fl
         p, (size_t)row, g * LATENT_GROUP, g, min((int)LATENT_GROUP, n - g * LATENT_GROUP), x + g * PER);
 }
 
-/* A head of the queries, of the indexer's queries, or the key of token t, with one warp: h counts them in this
- * order. */
-DEVICE void shared_head(const struct csa_args &a, int t, int h) {
+/* turn = cosines and sines of the rotation at position pos, with one block of 256; a barrier is due. */
+DEVICE void turn_at(const struct csa_args &a, int pos, float2 *turn) {
+    for (int i = threadIdx.x; i < a.table.n; i += 256) {
+        const float at = (float)pos * a.table.freq[i];
+        turn[i] = make_float2(cosf(at) * a.table.factor, sinf(at) * a.table.factor);
+    }
+}
+
+/* A head of the queries, of the indexer's queries, the key of token t, or with latents the compressed key that it
+ * completes and the indexer's, with one warp: h counts them in this order. completes: it does, and turn rotates these. */
+DEVICE void shared_head(const struct csa_args &a, int t, int h, bool completes, const float2 *turn) {
     const struct rope_args &p = a.rope;
-    const int lane = threadIdx.x & 31;
-    const bool index = h >= p.n_head && h < p.n_head + a.n_index, key = h == p.n_head + a.n_index;
-    const int n = index ? a.index_k : p.d;
-    if (h > p.n_head + a.n_index) return;
+    const int lane = threadIdx.x & 31, latent = h - (p.n_head + a.n_index + 1);
+    const bool index = h >= p.n_head && h < p.n_head + a.n_index, key = latent == -1, pooled = latent >= 0;
+    const struct compress_args &c = a.with[latent == 1];
+    if (pooled && (!completes || latent > 1)) return;
+    const int n = pooled ? c.d : index ? a.index_k : p.d;
     const float *src = p.q + (size_t)t * p.q_stride + (size_t)h * n;
     if (index) src = a.index_q + (size_t)t * a.index_stride + (size_t)(h - p.n_head) * n;
     if (key) src = p.k + (size_t)t * p.k_stride;
+    if (pooled) src = c.value + (size_t)t * c.stride;
+    const float *norm = pooled ? c.norm : key ? p.k_norm : NULL;
     float x[CSA_PER];
-    auto angle = [&](int i, float *c, float *s) {
-        *c = p.cs[(size_t)t * (p.rope / 2) + i];
-        *s = p.sn[(size_t)t * (p.rope / 2) + i];
+    auto angle = [&](int i, float *co, float *si) {
+        *co = pooled ? turn[i].x : p.cs[(size_t)t * (p.rope / 2) + i];
+        *si = pooled ? turn[i].y : p.sn[(size_t)t * (p.rope / 2) + i];
     };
-    rope_last<CSA_PER>(src, !index, key ? p.k_norm : NULL, n, p.rope, p.eps, angle, x);
-    if (a.qat && key) round_key(x, n - p.rope);
-    if (a.qat && index) round_index(x, n);
-    if (key) {
+    rope_last<CSA_PER>(src, norm || !(pooled || index || a.plain_q), norm, n, p.rope, p.eps, angle, x);
+    if (a.round != ROUNDS_NOTHING) {
+        if (index || latent == 1) round_index(x, n, a.round);
+        else if (pooled) round_compressed(x, n);
+        else if (key) round_key(x, a.round == ROUNDS_V4 ? n - p.rope : n, a.round == ROUNDS_V4);
+    }
+    if (key || pooled) {
         const struct run &u = p.batch.run(t);
-        csa_key_store(p.kp, run_row(u, p.kp, run_base(u) + t), n, x);
+        const struct cache_tensor &to = pooled ? c.keys : p.kp;
+        const int pos = run_base(u) + t;
+        csa_key_store(to, run_row(u, to, pooled ? pos / a.compress_ratio : pos), n, x);
         return;
     }
     uint16_t *to =
@@ -6782,17 +6873,14 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
     UNROLL for (int j = 0; j < CSA_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j]);
 }
 
-/* Key `key` of a compressor for the run u, with one block of 256. See compress_key of moe.c. */
+/* Key `key` of a compressor for the run u, with one block of 256. See compress_pool of moe.c. */
 DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c, const struct run &u, int key,
                          float *row, float2 *turn) {
     enum { COLUMNS = SHARED_HEAD / 256 };
     const int tid = threadIdx.x, base = run_base(u), fresh = u.pos, off = run_rows_of(u, c.ring).shift;
     const int first = (key + 1) * a.compress_ratio - a.pooled;
-    const int wide = c.ring.width / 2;
-    for (int i = tid; i < a.table.n; i += 256) {
-        const float at = (float)(key * a.compress_ratio) * a.table.freq[i];
-        turn[i] = make_float2(cosf(at) * a.table.factor, sinf(at) * a.table.factor);
-    }
+    const int wide = c.ring.width ? c.ring.width / 2 : c.d;
+    turn_at(a, key * a.compress_ratio, turn);
     float sum[COLUMNS] = {}, den[COLUMNS] = {}, top[COLUMNS];
     UNROLL for (int k = 0; k < COLUMNS; k++) top[k] = -INFINITY;
     UNROLL_BY(4) for (int pos = max(first, 0); pos < first + a.pooled; pos++) {
@@ -6804,11 +6892,12 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
         }
         const int from =
             pos < key * a.compress_ratio ? 0 : wide - c.d; /* tokens before the key's own have other columns */
-        const float *ape = c.ape + (size_t)(pos % a.compress_ratio) * wide;
+        const float *ape = c.ape ? c.ape + (size_t)(pos % a.compress_ratio) * wide : NULL;
         UNROLL for (int k = 0; k < COLUMNS; k++) {
             const int i = from + tid + 256 * k;
             if (tid + 256 * k >= c.d) continue;
-            const float g = gate[i] + ape[i], most = fmaxf(top[k], g), was = expf(top[k] - most), w = expf(g - most);
+            const float g = (c.gate ? gate[i] : 0.0f) + (ape ? ape[i] : 0.0f), most = fmaxf(top[k], g);
+            const float was = expf(top[k] - most), w = expf(g - most);
             sum[k] = fmaf(w, value[i], sum[k] * was);
             den[k] = fmaf(den[k], was, w);
             top[k] = most;
@@ -6820,16 +6909,24 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
     float x[CSA_PER];
     auto angle = [&](int i, float *cs, float *sn) { *cs = turn[i].x, *sn = turn[i].y; };
     rope_last<CSA_PER>(row, c.norm != NULL, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
-    if (a.qat && c.index) round_index(x, c.d);
-    else if (a.qat) round_key(x, c.d - a.rope.rope);
+    if (c.out) {
+        const size_t at = (size_t)((key + 1) * a.compress_ratio - 1 - base) * (size_t)c.d;
+        UNROLL for (int j = 0; j < CSA_PER; j++) if (tid + 32 * j < c.d) {
+            c.out[at + tid + 32 * j] = x[j];
+            c.out16[at + tid + 32 * j] = clamped_f16(x[j]);
+        }
+        return;
+    }
+    if (a.round != ROUNDS_NOTHING && c.index) round_index(x, c.d, ROUNDS_V4);
+    else if (a.round != ROUNDS_NOTHING) round_key(x, c.d - a.rope.rope, true);
     csa_key_store(c.keys, run_row(u, c.keys, key), c.d, x);
 }
 
-/* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are
+/* Queries, keys, compressed keys and rows of the rings; of compressed keys to rows these and the rings; or in prefill, in a launch of its own because the keys are
  * made of rows that it overwrites, the rings alone (head_blocks and key_blocks 0).
  * Grid: n_tok * head_blocks + n_with * (key_blocks + rows), block: 256. Limited by latency: a key of 128 tokens is a
  * block that reads 512 KB, once in 128 tokens. */
-__global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struct csa_args a) {
+__global__ void __launch_bounds__(256, 2) k_csa_store(const __grid_constant__ struct csa_args a) {
     SHARED(float, row, SHARED_HEAD);
     SHARED(float2, turn, SHARED_HEAD / 2); /* cosines and sines */
     grid_dependency_launch();
@@ -6839,18 +6936,27 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     const int n_tok = min(a.n_tok, batch.at->n_tok);
     if (b < a.n_tok * a.head_blocks) {
         const int t = b / a.head_blocks;
-        if (t < n_tok) shared_head(a, t, b % a.head_blocks * 8 + (int)(threadIdx.x >> 5));
+        if (t >= n_tok) return;
+        const int end = a.latents ? run_base(batch.run(t)) + t + 1 : 1;
+        const bool completes = a.latents && end % a.compress_ratio == 0;
+        if (completes) turn_at(a, end - a.compress_ratio, turn);
+        if (a.latents) __syncthreads(); /* cosines and sines are there */
+        shared_head(a, t, b % a.head_blocks * 8 + (int)(threadIdx.x >> 5), completes, turn);
         return;
     }
     b -= a.n_tok * a.head_blocks;
     const struct compress_args &c = a.with[b % a.n_with];
     b /= a.n_with;
-    if (b < a.key_blocks) { /* of one run key b that it completes; of several the key that token b completes */
+    if (b <
+        a.key_blocks) { /* of one run key b that it completes; of several, or to rows, the key that token b completes */
         const struct run &u = batch.run(min(b, n_tok - 1));
-        const int pos = u.pos, end = batch.several ? run_base(u) + b + 1 : pos + n_tok;
-        const int key = batch.several ? end / a.compress_ratio - 1 : pos / a.compress_ratio + b;
-        const bool completed = batch.several ? b < n_tok && end % a.compress_ratio == 0 : key < end / a.compress_ratio;
+        const bool by_token = batch.several || c.out;
+        const int pos = u.pos, end = by_token ? run_base(u) + b + 1 : pos + n_tok;
+        const int key = by_token ? end / a.compress_ratio - 1 : pos / a.compress_ratio + b;
+        const bool completed = by_token ? b < n_tok && end % a.compress_ratio == 0 : key < end / a.compress_ratio;
         if (completed) compress_key(a, c, u, key, row, turn);
+        else if (c.out && b < n_tok)
+            for (int i = threadIdx.x; i < c.d; i += 256) c.out[b * c.d + i] = 0, c.out16[b * c.d + i] = 0;
         return;
     }
     const int t = b - a.key_blocks, wide = c.ring.width / 2;
@@ -6867,11 +6973,12 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
 static void csa_store(const struct csa_args *args, bool with_heads, cudaStream_t s) {
     struct csa_args a = *args;
     const bool decode = a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
-    a.head_blocks = with_heads ? (a.rope.n_head + a.n_index + 1 + 7) / 8 : 0;
-    if (a.n_with) a.key_blocks = a.rope.batch.several ? a.n_tok : a.n_tok / a.compress_ratio + 1;
-    const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
+    const bool keeps = a.n_with && a.with[0].ring.width;
+    a.head_blocks = with_heads ? (a.rope.n_head + a.n_index + 1 + 2 * a.latents + 7) / 8 : 0;
+    if (a.n_with) a.key_blocks = a.rope.batch.several || a.with[0].out ? a.n_tok : a.n_tok / a.compress_ratio + 1;
+    const int heads = a.n_tok * a.head_blocks, rings = decode && keeps ? a.n_tok : 0;
     LAUNCH_PDL(k_csa_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
-    if (decode || !a.n_with) return;
+    if (decode || !keeps) return;
     a.head_blocks = a.key_blocks = 0;
     LAUNCH_PDL(k_csa_store, (unsigned)(a.n_with * a.n_tok), 256, 0, s, a);
 }
@@ -8542,7 +8649,8 @@ struct cuda {
     float *hc_sums;           /* sums of the streams, see struct hc_args */
     float *ngram_gates;       /* see struct ngram_args */
     float *index_scores;      /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
-    int32_t *topk_blocks;     /* and the blocks that it chose, as in struct attn_args */
+    int32_t *topk_blocks;     /* and the blocks that it chose, as in struct attn_args; */
+    int32_t *candidates;      /* (chunk, candidates) blocks that later choices are limited to */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
     uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
     float *mla_parts;         /* MLA: see struct mla_value_args */
@@ -8994,6 +9102,25 @@ static void send_matrix(struct send_args *a, const float *src, size_t src_stride
     a->signal = signal;
 }
 
+/* Where A_MIX says how the streams of tokens are read; NULL: reading does not lag. */
+static float *lag_of(const struct rank *r) { return lag_width(r->m) ? r->cuda->x32[A_MIX] + hc_lag_at(r->m) : NULL; }
+
+/* Adds the rows of the residual to a transfer, from a pipeline stage or to it: `own` are the rank's, and `mailbox` a
+ * mailbox's. */
+static void send_residual(const struct rank *r, struct send_args *a, float *own, float *mailbox, bool from,
+                          uint32_t *signal) {
+    const size_t n = (size_t)residual_width(r->m), all = (size_t)hidden_width(r->m), mix = (size_t)r->width[A_MIX];
+    float *const lag = lag_of(r), *const more = mailbox + n;
+    if (from) send_matrix(a, mailbox, all, own, n, r->n_tok, (int)n, signal);
+    else send_matrix(a, own, n, mailbox, all, r->n_tok, (int)n, signal);
+    if (!lag) return;
+    a->n_more = lag_width(r->m);
+    a->more_src = from ? more : lag;
+    a->more_src_stride = from ? all : mix;
+    a->more_dst = from ? lag : more;
+    a->more_dst_stride = from ? mix : all;
+}
+
 /* Enqueues a transfer. */
 static void send_rows(struct rank *r, struct send_args a) {
     LAUNCH_PDL(k_send_rows, a.n_row ? (unsigned)ALLREDUCE_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
@@ -9020,12 +9147,11 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     float *x = c->x32[to];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
                batch_of(r), x, (size_t)r->width[to], max(streams, 1), r->m->embd_scale > 0 ? r->m->embd_scale : 1.0f,
-               s->norm, r->m->rms_eps, ropes);
+               s->norm, r->m->rms_eps, ropes, lag_of(r), (size_t)r->width[A_MIX]);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
-    const int n = hidden_width(r->m);
     struct send_args a = send_of(r, CH_RECV, own->hidden_flag, 1);
-    send_matrix(&a, own->x, (size_t)n, x, (size_t)n, r->n_tok, n, before->credit);
+    send_residual(r, &a, x, own->x, true, before->credit);
     send_rows(r, a);
 }
 
@@ -9192,6 +9318,8 @@ static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hy
     a.partial = partial == ACT_COUNT || partial == A_JOINED ? NULL : c->x32[partial];
     a.joined = partial == A_JOINED ? c->x32[partial] : NULL;
     a.mix = c->x32[A_MIX];
+    a.mix_stride = (size_t)r->width[A_MIX];
+    a.lag = lag_of(r);
     a.sums = c->hc_sums;
     a.n = m->n_embd;
     a.n_tok = r->n_tok;
@@ -9292,7 +9420,6 @@ static void blocks_launch(struct rank *r, const struct block_args &a, int norms)
 static void cuda_last_reduce(struct rank *r, const struct step *s) {
     const struct shard *shard = &r->m->shard;
     const bool last = shard->stage + 1 == shard->n_stage;
-    const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
     const enum act x = s->x;
     if (r->m->n_res) {
@@ -9315,8 +9442,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     if (last) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
     struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
-    send_matrix(&a, r->cuda->x32[r->m->n_hc || r->m->n_res ? A_HC : x], (size_t)n, next->x, (size_t)n, r->n_tok, n,
-                next->hidden_flag);
+    send_residual(r, &a, r->cuda->x32[r->m->n_hc || r->m->n_res ? A_HC : x], next->x, false, next->hidden_flag);
     send_rows(r, a);
 }
 
@@ -9714,6 +9840,11 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     return p;
 }
 
+/* The cache tensors that have the compressed keys of a layer, and the keys of its indexer. */
+static const struct cache_tensor *csa_keys(const struct rank *r, int il) {
+    return r->cache[il - r->m->layers[il].attn.kv_back];
+}
+
 /* Attention of queries (n_tok, n_head, dk) over the cache of layer il; outputs (n_tok, n_head, dv), out_stride halves
  * from token to token. a: what else there is. Returns the arguments that it launched. */
 static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, size_t out_stride,
@@ -9721,7 +9852,8 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     const bool shared = layer->mixer == MIXER_CSA;
-    const struct cache_tensor *k = &r->cache[il][CACHE_K], *v = &r->cache[il][shared ? CACHE_COMPRESSED : CACHE_V];
+    const struct cache_tensor *k = &r->cache[il][CACHE_K],
+                              *v = shared ? &csa_keys(r, il)[CACHE_COMPRESSED] : &r->cache[il][CACHE_V];
     struct cuda *c = r->cuda;
     a.q = q;
     a.out = out;
@@ -9960,13 +10092,6 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     delta_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
 }
 
-/* No model with this operation gets here: see gpu_lacks. */
-static void cuda_pool_keys(struct rank *r, const struct step *s) {
-    (void)r;
-    (void)s;
-    rank_fatal("pool_keys is not supported on a GPU");
-}
-
 static void cuda_mamba(struct rank *r, const struct step *s) {
     const struct delta_args a = delta_args_of(r, s);
     mamba_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
@@ -9981,14 +10106,32 @@ static double add_compressor(struct rank *r, int il, struct csa_args *a, const s
     to->ring = r->cache[il][ring];
     to->keys = r->cache[il][keys];
     to->value = r->cuda->x32[value];
-    to->gate = r->cuda->x32[gate];
+    to->gate = gate == ACT_COUNT ? NULL : r->cuda->x32[gate];
     to->stride = (size_t)r->width[value];
     to->ape = with.ape;
     to->norm = with.norm;
     to->d = d;
     to->index = keys == CACHE_INDEX;
-    return (double)(shape.compress_ratio * to->ring.width / 2 + (with.norm ? d : 0)) * sizeof(float) +
+    return (double)((with.ape ? shape.compress_ratio * to->ring.width / 2 : 0) + (with.norm ? d : 0)) * sizeof(float) +
            (double)to->ring.row_bytes * shape.pooled / shape.compress_ratio;
+}
+
+/* Compressed keys before their rotation, which k_csa_store stores after a product has made the indexer's of them. */
+static void cuda_pool_keys(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const enum act out = s->out[0];
+    struct csa_args a = {};
+    a.rope.batch = batch_of(r);
+    a.rope.eps = r->m->rms_eps;
+    a.n_tok = r->n_tok;
+    a.compress_ratio = layer->attn.compress_ratio;
+    a.pooled = layer->attn.pooled;
+    const double bytes = add_compressor(r, s->il, &a, layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, s->in[0],
+                                        s->in[1], layer->attn.head_k);
+    a.with[0].out = r->cuda->x32[out];
+    a.with[0].out16 = r->cuda->x16[out];
+    profile_next(bytes, "keys of %d", layer->attn.head_k);
+    csa_store(&a, false, r->cuda->stream);
 }
 
 /* Makes the indexer's keys of the pools that the batch completes, of the normed keys in A_IK. */
@@ -10005,6 +10148,22 @@ static void pools_store(struct rank *r, int il) {
     csa_store(&a, false, r->cuda->stream);
 }
 
+/* Keys of all candidates of a query. */
+static int candidate_keys(const struct attn &shape) {
+    return (int)min((int64_t)shape.candidates * shape.candidate_block, (int64_t)INT_MAX);
+}
+
+/* Lists the candidates of queries whose keys have scores, see struct index_args. */
+static void list_candidates(struct rank *r, const struct attn &shape, struct index_args a, int32_t *candidates) {
+    a.chosen = candidates;
+    a.n_topk = a.n_chosen = shape.candidates;
+    a.top_k = candidate_keys(shape);
+    a.block = a.parts = shape.candidate_block;
+    a.local = 1;
+    index_kernel *const index_choose = k_index_choose<true>;
+    LAUNCH_PDL(index_choose, (unsigned)a.n_tok, CHOOSE_THREADS, 0, r->cuda->stream, a);
+}
+
 /* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host
  * knows which these are. */
 static void cuda_select_keys(struct rank *r, const struct step *s) {
@@ -10018,7 +10177,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     struct index_args a = {};
     a.rope = rope_of(r, il, A_IQ, A_IK);
     a.rope.pairs = shape.index_pairs;
-    a.rope.kp = r->cache[il][CACHE_INDEX];
+    a.rope.kp = csa_keys(r, il)[CACHE_INDEX];
     a.rope.q_norm = layer->index_q_norm;
     a.rope.k_norm = layer->index_norm;
     a.rope.n_head = n_index;
@@ -10033,8 +10192,13 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.n_chosen = attn_topk_chosen(&shape);
     a.block = shape.index_block;
     a.local = shape.index_local;
+    a.parts = blocks ? index_parts(a.block) : 1;
     a.n_scores = index_scores_of(layer, r->n_ctx);
     a.together = divisor_of(shape.index_means ? shape.index_block : max(shape.compress_ratio, 1));
+    a.n_candidate = shape.candidates;
+    a.candidate_block = shape.candidate_block;
+    const int limit = candidate_keys(shape);
+    if (shape.candidate_back) a.n_scores = min(a.n_scores, limit);
     if (shape.index_means) {
         a.means = true;
         a.keep = !prefill; /* the ring has room for such a batch after what a key is made of */
@@ -10052,10 +10216,9 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         const struct short_conv keys = {c->x32[A_IK], (size_t)r->width[A_IK], a.ring, 0};
         keep_conv(r, &keys, 1);
     }
-    index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
     const int most = INDEX_SCORES / (a.n_list * a.n_scores), rows = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
-    a.block_tokens = a.rope.batch.several ? 1 : rows;
+    const bool fp8 = a.rope.kp.type == KV_FP8;
     /* the first token that does not see all keys has those of top_k + 1 keys before it, and itself */
     const int dense = prefill ? max(0, min(r->n_tok, (a.top_k + 1) * a.together.n - 1 - r->pos)) : 0,
               step = max(1, min(blocks ? 512 : 64, most));
@@ -10064,14 +10227,25 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
         if (!shape.index_means) a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
         a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.n_list * a.n_topk);
-        const int tokens = min(a.n_tok, a.block_tokens), keys = (r->pos + a.first + a.n_tok) / a.together.n;
+        const int seen = (r->pos + a.first + a.n_tok) / a.together.n;
+        const bool among = shape.candidate_back && !(prefill && seen <= limit);
+        const int keys = among ? min(seen, limit) : seen, most_keys = among ? a.n_scores : r->n_ctx / a.together.n;
+        index_kernel *const index_scores = index_find(width, fp8,
+                                                      blocks  ? INDEX_BLOCK
+                                                      : among ? INDEX_CANDIDATE
+                                                              : INDEX_KEY);
+        int32_t *const candidates = c->candidates + (size_t)a.first * (size_t)shape.candidates;
+        a.candidates = among ? candidates : NULL;
+        a.block_tokens = a.rope.batch.several || among ? 1 : rows;
+        const int tokens = min(a.n_tok, a.block_tokens);
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
-        const int tiles = ceil_div(prefill ? keys : r->n_ctx / a.together.n, INDEX_THREADS / 32 * INDEX_KEYS);
+        const int tiles = ceil_div(prefill ? keys : most_keys, INDEX_THREADS / 32 * INDEX_KEYS);
         const dim3 grid((unsigned)max(1, min(tiles, 2 * c->n_sm)), ceil_div(a.n_tok, a.block_tokens));
         if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
         profile_next((double)keys * (double)(a.rope.kp.row_bytes + cache_scale_bytes(&a.rope.kp)), "%d keys", keys);
         LAUNCH_PDL(index_scores, grid, INDEX_THREADS, smem, c->stream, a);
         LAUNCH_PDL(index_choose, (unsigned)(a.n_tok * a.n_list), CHOOSE_THREADS, 0, c->stream, a);
+        if (shape.candidates && !shape.candidate_back) list_candidates(r, shape, a, candidates);
     }
 }
 
@@ -10190,7 +10364,8 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
     a.n_tok = r->n_tok;
     a.compress_ratio = shape.compress_ratio;
     a.pooled = shape.pooled;
-    a.qat = r->m->qat;
+    a.plain_q = shape.plain_q;
+    a.round = r->m->qat ? r->m->family->qat : ROUNDS_NOTHING;
     if (layer->attn.n_index) {
         a.index_q = c->x32[A_IQ];
         a.index_q16 = c->x16[A_IQ];
@@ -10199,9 +10374,19 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
         a.index_k = shape.index_k;
     }
     double bytes = 4.0 * shape.head_k; /* norms; what compressed keys are made of; queries come from L2 */
-    if (layer->attn.compress_ratio)
+    const bool makes = csa_makes_keys(layer);
+    if (makes && shape.latent_index) {
+        struct compressor index = {};
+        index.norm = layer->index_norm;
+        add_compressor(r, il, &a, compressor{}, CACHE_WINDOW, CACHE_COMPRESSED, s->in[2], ACT_COUNT, shape.head_k);
+        add_compressor(r, il, &a, index, CACHE_WINDOW, CACHE_INDEX, s->in[4], ACT_COUNT, shape.index_k);
+        bytes += 4.0 * shape.index_k;
+        a.latents = true;
+        a.n_with = 0; /* it makes none of several tokens */
+    } else if (makes) {
         bytes += add_compressor(r, il, &a, layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, A_CK, A_CG, shape.head_k);
-    if (layer->attn.n_index)
+    }
+    if (makes && layer->attn.n_index && !shape.latent_index)
         bytes += add_compressor(r, il, &a, layer->index_compressor, CACHE_INDEX_WINDOW, CACHE_INDEX, A_ICK, A_ICG,
                                 shape.index_k);
     profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
@@ -11799,7 +11984,10 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
                  "latent attention with a window, sinks or norms of rows (layer %d) is not supported on a GPU; "
                  "use --cpu",
                  il);
-    else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA && !a->index_means))
+    else if (a->top_k && !index_find(a->index_k, false,
+                                     kind == ATTN_GQA && !a->index_means ? INDEX_BLOCK
+                                     : a->candidate_back                 ? INDEX_CANDIDATE
+                                                                         : INDEX_KEY))
         snprintf(why, ERR_MAX, "an indexer with keys of %d (layer %d) is not supported on a GPU; use --cpu", a->index_k,
                  il);
     else if (a->top_k &&

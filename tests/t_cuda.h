@@ -27,6 +27,7 @@ bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
 size_t cuda_test_not_finite(struct rank *r);
 void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read); /* of the indexer, or to the GPU */
+void cuda_test_candidates(struct rank *r, int32_t *blocks, int first, int n, bool read); /* the same */
 
 /* Kernel by kernel: t_cuda_kernels.h. */
 bool cuda_test_begin(int seed);        /* true: the device multiplies FP4 by FP4 */
@@ -180,11 +181,25 @@ static int pair_streams(const struct rank *r) {
 /* Values of a hidden state that MTP layers get. */
 static int pair_hidden_width(const struct rank *r) { return mtp_streams(r->m) * r->m->n_embd; }
 
-/* The residual x, or its streams and how the half that follows mixes them. */
+/* How the half that follows reads the streams, where that lags. */
+static void pair_lag(struct rank *r, const char *op, int il) {
+    const size_t n = (size_t)r->n_tok, all = n * (size_t)r->width[A_MIX], k = (size_t)lag_width(r->m);
+    float *rows = pair_buffer(all), *got = pair_buffer(n * k), *want = pair_buffer(n * k);
+    cuda_test_read(pair.gpu, A_MIX, rows, r->n_tok, false);
+    for (size_t t = 0; t < n; t++) {
+        memcpy(got + t * k, rows + t * (size_t)r->width[A_MIX] + hc_lag_at(r->m), k * sizeof *got);
+        memcpy(want + t * k, hc_lag(r, (int)t), k * sizeof *want);
+    }
+    pair_compare(r, op, il, got, want, n * k);
+    free(rows), free(got), free(want);
+}
+
+/* The residual x, or its streams and how the half that follows mixes them, and reads them. */
 static void pair_residual(struct rank *r, const char *op, int il, enum act x) {
     const int k = pair_streams(r);
     pair_out(r, op, il, k ? A_HC : x);
     if (k && il >= 0 && !r->m->hc_low) pair_slot(r, op, il, A_MIX, (2 + k) * k, false);
+    if (k && lag_width(r->m)) pair_lag(r, op, il);
 }
 
 /* Streams of a low rank, and their norms. */
@@ -270,6 +285,34 @@ static void pair_out_rel(struct rank *r, int il, enum act out) {
     pair_heads(r, "attention", il, out);
 }
 
+/* The blocks that later choices are limited to, of which rounding may decide a few, of tokens from `first` on. Both then
+ * have the CPU's. */
+static void pair_candidates(struct rank *r, int il, int first) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const int k = a->candidates;
+    int32_t *got = xcalloc((size_t)k, sizeof *got);
+    int n = 0, other = 0;
+    for (int t = first; t < r->n_tok; t++) {
+        int32_t *want = candidates_of(r, t);
+        const int blocks = ceil_by(keys_indexed(a, r->pos + t), a->candidate_block);
+        if (blocks <= k) continue; /* all are */
+        cuda_test_candidates(pair.gpu, got, t * k, k, true);
+        for (int i = 0, j = 0; i < k; i++) {
+            CHECK(got[i] >= 0 && got[i] < blocks && (!i || got[i] > got[i - 1]), "%s: candidate %d of layer %d is %d",
+                  pair.name, i, il, got[i]);
+            while (j < k && want[j] < got[i]) j++;
+            other += j == k || want[j] != got[i];
+        }
+        CHECK(got[k - 1] == blocks - 1, "%s: the last candidate of layer %d is %d of %d", pair.name, il, got[k - 1],
+              blocks);
+        cuda_test_candidates(pair.gpu, want, t * k, k, false);
+        n += k;
+    }
+    CHECK(other <= 1 + n / 50, "%s: %d of %d candidates of layer %d, %d tokens at %d, are others", pair.name, other, n,
+          il, r->n_tok, r->pos);
+    free(got);
+}
+
 /* The indexer's keys, and its choices, of which rounding may decide a few. Attention of both then has the CPU's. Of
  * blocks that have a key each the incomplete one is the last. */
 static void pair_out_select_keys(struct rank *r, int il) {
@@ -299,6 +342,7 @@ static void pair_out_select_keys(struct rank *r, int il) {
     pair.chosen += n, pair.other += other;
     cuda_test_chosen(pair.gpu, want, first * all, n, false);
     free(got);
+    if (a->candidates && !a->candidate_back) pair_candidates(r, il, first);
 }
 
 /* Queries, the window's key, compressed keys, and what those to come are made of. */
@@ -314,6 +358,13 @@ static void pair_out_csa_store(struct rank *r, int il, enum act q) {
     pair.rounded = false;
     pair_cache(r, il, CACHE_WINDOW, "ring of a compressor");
     pair_cache(r, il, CACHE_INDEX_WINDOW, "ring of the indexer's compressor");
+}
+
+/* Compressed keys before their rotation in both formats, and what those to come are made of. */
+static void pair_out_pool_keys(struct rank *r, const struct step *s) {
+    pair_out(r, "pool_keys", s->il, s->out[0]);
+    pair_out_half(r, "pool_keys, halves", s->il, s->out[0]);
+    pair_cache(r, s->il, CACHE_WINDOW, "ring of a compressor");
 }
 
 static void pair_out_group_linear(struct rank *r, int il, enum act out) {
@@ -380,8 +431,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_select_keys   pair_out_select_keys(r, s->il)
 #define PAIR_IN_mla_attention  pair_in_step(r, s)
 #define PAIR_OUT_mla_attention pair_out_attention(r, s->il, s->out[0])
-#define PAIR_IN_pool_keys      (void)0 /* no GPU has it: see gpu_lacks */
-#define PAIR_OUT_pool_keys     (void)0
+#define PAIR_IN_pool_keys      pair_in_step(r, s)
+#define PAIR_OUT_pool_keys     pair_out_pool_keys(r, s)
 #define PAIR_IN_csa_store      pair_in_step(r, s)
 #define PAIR_OUT_csa_store     pair_out_csa_store(r, s->il, s->in[0])
 #define PAIR_IN_csa_attention  (void)0
@@ -569,6 +620,16 @@ static const struct synth divided_shapes[] = {
      "attention.compress_ratios=0:0:4:128*,0 attention.output_group_count=4 attention.output_lora_rank=32 "
      "hyper_connection.count=4 hash_layer_count=1 expert_count=16 expert_used_count=2 expert_feed_forward_length=256 "
      "expert_shared_count=1 expert_weights_scale=1.5 vocab_size=320 context_length=256" STREAM_KEYS,
+     .ff_type = GGUF_MXFP4},
+    {"divided latents", "deepseek41", .keys =
+     "block_count=5 embedding_length=128 attention.head_count=16 attention.head_count_kv=1 attention.key_length=64 "
+     "attention.q_lora_rank=72 rope.dimension_count=16 attention.sliding_window=20 attention.indexer.head_count=16 "
+     "attention.indexer.key_length=64 attention.indexer.top_k=8 attention.indexer.candidate_source_layer=2 "
+     "attention.indexer.candidate_topk_blocks=4 attention.indexer.candidate_block_size=3 "
+     "attention.compress_ratios=2*2,1*3 attention.kv_source_layers=0,2 attention.index_source_layers=0,2,3 "
+     "attention.output_group_count=4 attention.output_lora_rank=32 hyper_connection.count=4 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=256 expert_shared_count=1 expert_weights_scale=1.5 "
+     "attention.layer_norm_rms_epsilon=1e-20 vocab_size=320 context_length=256" STREAM_KEYS,
      .ff_type = GGUF_MXFP4}};
 #endif
 /* clang-format on */
@@ -730,6 +791,62 @@ static void test_cuda_streams(void) {
         m.qat = cases[i].qat;
         pair_forwards_in(cases[i].shape ? m.name : cases[i].fixture, &m, cases[i].kv, 384, cases[i].n_row,
                          splits[i % 4], MOE_ACT_F16, cases[i].n_row ? n : some);
+        model_free(&m);
+    }
+}
+
+/* DeepSeek-V4.1 without its tables of n-grams: streams whose reading lags, layers that have the compressed keys of another
+ * and its choice, keys of one token and of two, choices among candidates. The fixture's weights; heads of the release. */
+/* clang-format off */
+#define LAG_KEYS                                                                                                    \
+    "attention.head_count_kv=1 attention.q_lora_rank=72 expert_count=16 expert_used_count=2 "                       \
+    "expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=1.5 vocab_size=200 "                  \
+    "hyper_connection.count=4 attention.layer_norm_rms_epsilon=1e-20" STREAM_KEYS " "
+static const struct synth lag_shapes[] = {
+    {"heads of 512", "deepseek41", .keys = LAG_KEYS
+     "block_count=4 embedding_length=256 attention.head_count=32 attention.key_length=512 rope.dimension_count=64 "
+     "attention.sliding_window=128 attention.indexer.head_count=20 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=20 attention.indexer.candidate_source_layer=2 "
+     "attention.indexer.candidate_topk_blocks=5 attention.indexer.candidate_block_size=8 "
+     "attention.compress_ratios=0,2,1,1 attention.kv_source_layers=1,2 attention.index_source_layers=1,2,3 "
+     "attention.output_group_count=8 attention.output_lora_rank=32 context_length=1024", .ff_type = GGUF_MXFP4},
+    {"heads of 64", "deepseek41", .keys = LAG_KEYS
+     "block_count=6 embedding_length=128 attention.head_count=8 attention.key_length=64 rope.dimension_count=16 "
+     "attention.sliding_window=20 attention.indexer.head_count=6 attention.indexer.key_length=64 "
+     "attention.indexer.top_k=12 attention.indexer.candidate_source_layer=1 "
+     "attention.indexer.candidate_topk_blocks=7 attention.indexer.candidate_block_size=3 "
+     "attention.compress_ratios=2*5,0 attention.kv_source_layers=0,3 attention.index_source_layers=0,1,3,4 "
+     "attention.output_group_count=2 attention.output_lora_rank=32 context_length=1024", .ff_type = GGUF_MXFP4}};
+/* clang-format on */
+
+/* Loads the fixture without its tables of n-grams, which GPUs lack: see gpu_lacks. */
+static bool latents_load(struct model *m) {
+    if (!fixture_load("deepseek_v41", m)) return false;
+    m->n_ngram = 0;
+    for (int il = 0; il < m->n_layer; il++) m->layers[il].ngrams = 0;
+    return true;
+}
+
+static void test_cuda_latents(void) {
+    static const struct {
+        const struct synth *shape; /* NULL: the fixture's */
+        enum kv_type kv;
+        bool qat;
+        int n_row; /* of rings; 0: the model's own */
+    } cases[] = {{NULL, KV_BF16, false, 0},          {NULL, KV_FP8, true, 128},
+                 {NULL, KV_FP8, false, 128},         {&lag_shapes[0], KV_FP8, false, 0},
+                 {&lag_shapes[0], KV_BF16, true, 0}, {&lag_shapes[1], KV_BF16, true, 128},
+                 {&lag_shapes[1], KV_FP8, false, 0}};
+    static const int n[] = {1, 40, 9, 16, 70, 1, 17, 16, 3, 90, 1, 1, 1, 1, 5, 0}, some[] = {1, 40, 9, 70, 16, 1, 0},
+                     splits[] = {1, 2, 64, 0};
+    cuda_test_begin(24);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct model m = {0};
+        if (cases[i].shape) synth_make(&m, cases[i].shape, NULL, false);
+        else if (!latents_load(&m)) return;
+        m.qat = cases[i].qat;
+        pair_forwards_in(cases[i].shape ? m.name : "deepseek_v41", &m, cases[i].kv, 384, cases[i].n_row, splits[i % 4],
+                         MOE_ACT_F16, cases[i].n_row ? n : some);
         model_free(&m);
     }
 }
@@ -1051,8 +1168,8 @@ static void test_cuda_sample(void) {
 
 /* ---- whole models ---- */
 
-/* Whether kernels run a fixture: there are none for DeepSeek-V4.1, see test_cuda_refusals. */
-static bool gpu_runs(const struct model *m) { return !m->family->lagging_streams; }
+/* Whether kernels run a fixture: there are none for the tables of DeepSeek-V4.1, see test_cuda_refusals. */
+static bool gpu_runs(const struct model *m) { return !gpu_lacks(m); }
 
 /* A session on a GPU; false after a failed check. */
 static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv, enum moe_act act) {
@@ -1505,6 +1622,13 @@ static const struct synth tiny_synths[] = {
      "ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=64 ssm.inner_size=128 expert_count=16 expert_used_count=2 "
      "expert_feed_forward_length=64 expert_shared_count=1 expert_shared_feed_forward_length=64 "
      "expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5 vocab_size=200 context_length=256"},
+    {"tiny latents", "deepseek41", .keys = LAG_KEYS
+     "block_count=4 embedding_length=128 attention.head_count=8 attention.key_length=64 rope.dimension_count=16 "
+     "attention.sliding_window=40 attention.indexer.head_count=6 attention.indexer.key_length=64 "
+     "attention.indexer.top_k=8 attention.indexer.candidate_source_layer=2 "
+     "attention.indexer.candidate_topk_blocks=4 attention.indexer.candidate_block_size=4 "
+     "attention.compress_ratios=2,0,1,1 attention.kv_source_layers=0,2 attention.index_source_layers=0,2,3 "
+     "attention.output_group_count=2 attention.output_lora_rank=32 context_length=256", .ff_type = GGUF_MXFP4},
     {"tiny blocks", "minimax-m3", .keys =
      "block_count=3 embedding_length=128 attention.head_count=8 attention.head_count_kv=2 attention.key_length=64 "
      "rope.dimension_count=32 attention.indexer.head_count=2 attention.indexer.key_length=64 "
@@ -1911,7 +2035,10 @@ static void upload_check_each(struct rank *r, const struct model *host) {
         static const char *const names[] = {
             "token_embd",      "output",         "output_norm",    "output_hc_fn", "output_hc_base",
             "output_hc_scale", "output_hc_norm", "output_hc_down", "output_hc_up", "per_layer_token_embd"};
-        const bool low = host->hc_low > 0, has = i < 2 || (i == 2 ? !low : i < 6 ? host->n_hc && !low : low);
+        const bool low = host->hc_low > 0, reads = host->n_hc && family_reads_last(host->family),
+                   has = i < 2 || (i == 2  ? !low
+                                   : i < 6 ? reads && !low
+                                           : low);
         if (i == 0) m->embd.copy = NULL;
         if (i == 1) m->output.copy = NULL;
         if (i == 2) m->output_norm = host->output_norm;
@@ -1940,7 +2067,7 @@ static void forgetful_progress(double done, double total) {
 
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
-    static const int tiny[] = {3, 7, 9, 10, 11};
+    static const int tiny[] = {3, 7, 9, 10, 11, 13};
     static const char *const fixtures[] = {"gpt_oss",       "qwen3_next", "nemotron_h",
                                            "inkling2_loop", "qwen4_exp",  "qwen4_exp_nvfp4"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
@@ -1948,8 +2075,8 @@ static void test_cuda_forgotten(void) {
     for (int i = 0; i < 11; i++) {
         struct model m = {0};
         struct rank r = {0};
-        if (i < 5) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
-        else if (!fixture_load(fixtures[i - 5], &m)) return;
+        if (i < 6) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
+        else if (!fixture_load(fixtures[i - 6], &m)) return;
         if (!CHECK(cuda_rank_start(&r, &m, &o, err) == 0, "%s: %s", m.name, err)) return;
         upload_check_each(&r, &m);
         r.ops->close(&r);
@@ -2080,7 +2207,8 @@ static void test_cuda_refusals(void) {
     model_free(&m);
     if (!fixture_load("deepseek_v41", &m)) return;
     struct rank v41 = {0};
-    CHECK(cuda_rank_start(&v41, &m, &o, err) && strstr(err, "DeepSeek-V4.1 are not supported on a GPU; use --cpu"),
+    CHECK(cuda_rank_start(&v41, &m, &o, err) &&
+              strstr(err, "the Engram tables of DeepSeek-V4.1 are not supported on a GPU; use --cpu"),
           "%s", err);
     model_free(&m);
     const char *const mla[] = {"different shapes of latent attention (layer 1) are",
@@ -2239,6 +2367,28 @@ static void layouts_agree(const char *fixture, const struct layout *d, int n_d, 
     model_free(&m);
 }
 
+/* Reading of streams that lags, and compressed keys and choices of other layers: operations against a CPU's, whole
+ * forwards step by step, and stages. */
+void cuda_test_lagging(void) {
+    static const int n[] = {40, 1, 17, 2, 33, 16, 9, 0};
+    static struct {
+        enum kv_type kv;
+        bool qat;
+        float *want;
+    } cases[] = {{KV_BF16, false, NULL}, {KV_FP8, true, NULL}};
+    static const struct layout stages = {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true};
+    static struct model m;
+    cuda_test_begin(25);
+    if (!m.n_layer && !latents_load(&m)) return;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        m.qat = cases[i].qat;
+        pair_forwards("deepseek_v41", &m, cases[i].kv, 256, 2, MOE_ACT_F16, n);
+        check_steps("deepseek_v41", &m, cases[i].kv, &cases[i].want);
+    }
+    m.qat = false;
+    logits_agree(&m, "deepseek_v41", &stages, 1, 40, 1e-3);
+}
+
 static void test_cuda_ranks(void) {
     static const struct layout virtual[] = {{"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true},
                                             {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
@@ -2302,6 +2452,7 @@ static void test_cuda_ranks(void) {
     }
     synth_agrees(&divided_shapes[0], &several[3], 18), synth_agrees(&divided_shapes[0], &several[4], 7);
     synth_agrees(&divided_shapes[0], &virtual[1], 30);
+    synth_agrees(&divided_shapes[sizeof divided_shapes / sizeof *divided_shapes - 1], &several[3], 40);
 #endif
 }
 
@@ -3394,14 +3545,14 @@ static void test_cuda_decode_bench(void) {
         {"cuda/norms", cuda_test_norms}, {"cuda/rotations", cuda_test_rotations}, {"cuda/indexer", cuda_test_indexer}, \
         {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
         {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools}, {"cuda/streams", test_cuda_streams},       \
-        {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
-        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative},           \
-        {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide},         \
-        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
-        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
-        {"cuda/parts", test_cuda_parts}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
-        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
-        {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite},           \
-        {"cuda/nan", test_cuda_nan}, {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images},             \
-        {"cuda/forgotten", test_cuda_forgotten},
+        {"cuda/latents", test_cuda_latents}, {"cuda/lagging", cuda_test_lagging}, {"cuda/ring", test_cuda_ring},       \
+        {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta}, {"cuda/kda", cuda_test_kda},           \
+        {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative}, {"cuda/results", cuda_test_results},   \
+        {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide}, {"cuda/recurrent", test_cuda_recurrent},     \
+        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
+        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
+        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/parts", test_cuda_parts},                              \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
+        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},

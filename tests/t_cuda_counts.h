@@ -53,6 +53,15 @@ static const struct count_case {
       "expert_count=4 expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 "
       "expert_weights_scale=1.5 vocab_size=2048 context_length=8192" STREAM_KEYS,
       .ff_type = GGUF_MXFP4}, KV_FP8, false},
+    {{"lagging streams, candidates", "deepseek41", .keys =
+      "block_count=3 embedding_length=2048 attention.head_count=16 attention.head_count_kv=1 attention.key_length=512 "
+      "attention.q_lora_rank=512 rope.dimension_count=64 attention.sliding_window=128 attention.indexer.head_count=16 "
+      "attention.indexer.key_length=128 attention.indexer.top_k=512 attention.indexer.candidate_source_layer=1 "
+      "attention.indexer.candidate_topk_blocks=160 attention.indexer.candidate_block_size=8 "
+      "attention.compress_ratios=2,1,1 attention.kv_source_layers=0,1 attention.index_source_layers=0,1,2 "
+      "attention.output_group_count=2 attention.output_lora_rank=256 hyper_connection.count=4 expert_count=4 "
+      "expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 expert_weights_scale=1.5 "
+      "vocab_size=2048 context_length=8192" STREAM_KEYS, .ff_type = GGUF_MXFP4}, KV_FP8, false},
     {{"wide heads, feed-forwards in parts", "gemma4", .keys =
       "block_count=2 embedding_length=2048 attention.head_count=16 attention.head_count_kv=8,2 "
       "attention.key_length=512 attention.value_length=512 attention.key_length_swa=256 "

@@ -589,7 +589,8 @@ extern "C" void cuda_test_upload(void) {
             const float times = wide ? 1.0f : 53.0659966f; /* of every value: sqrt(2816) */
             const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
             LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, d, ids_d.p, batch_ref(b),
-                       x.p, (size_t)stride, copies, times, normed ? norm_d.p : NULL, 1e-6f, ropes);
+                       x.p, (size_t)stride, copies, times, normed ? norm_d.p : NULL, 1e-6f, ropes, (float *)NULL,
+                       (size_t)0);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
             error_sum sum, angles;
@@ -627,7 +628,7 @@ extern "C" void cuda_test_upload(void) {
     gpu_batch b(0, 130, 0);
     ids_d.arrive();
     LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, batch_ref(b), x.p, (size_t)224,
-               1, 1.0f, (const float *)NULL, 0.0f, rope_tables{});
+               1, 1.0f, (const float *)NULL, 0.0f, rope_tables{}, (float *)NULL, (size_t)0);
     finish("embedding");
     const std::vector<float> got = x.get();
     double worst = 0, largest = 0;
@@ -1181,9 +1182,12 @@ static void run_send_recv(int n_row, int n_col) {
                                    (struct heartbeat *)heartbeat.p};
         const size_t at = n * (size_t)t, stride = (size_t)n_col;
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
-        const struct send_args h = {from, CH_SEND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
+        struct send_args h = {}, k = {};
+        h.p = from, h.channel = CH_SEND, h.wait_flag = flags.p, h.n_wait = 1, h.src = src, h.dst = landing;
+        h.src_stride = h.dst_stride = stride, h.n_row = n_row, h.n_col = n_col, h.signal = flags.p + 1;
         LAUNCH_PDL(k_send_rows, ALLREDUCE_BLOCKS / 4, 256, 0, test_stream, h);
-        const struct send_args k = {to, CH_RECV, flags.p + 1, 1, landing, dst, stride, stride, n_row, n_col, flags.p};
+        k = h, k.p = to, k.channel = CH_RECV, k.wait_flag = flags.p + 1, k.src = landing, k.dst = dst,
+        k.signal = flags.p;
         LAUNCH_PDL(k_send_rows, ALLREDUCE_BLOCKS / 4, 256, 0, receiver, k);
         LAUNCH_PDL(k_arrive, 4, 256, 0, receiver, (uint32_t *)(out.p + at), (const uint32_t *)dst.p, n);
     }
@@ -1407,7 +1411,9 @@ static void run_abort() {
         gpu_array<uint16_t> half(64);
         const struct tp_rank p = {0, 2, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
         if (kind == 0) {
-            const struct send_args s = {p, CH_RECV, flag, 1, x, y, 64, 64, 1, 64, NULL};
+            struct send_args s = {};
+            s.p = p, s.channel = CH_RECV, s.wait_flag = flag, s.n_wait = 1, s.src = x, s.dst = y;
+            s.src_stride = s.dst_stride = 64, s.n_row = 1, s.n_col = 64;
             LAUNCH_PDL(k_send_rows, 1, 256, 0, test_stream, s);
         } else if (kind == 1) {
             struct token_args t = {};

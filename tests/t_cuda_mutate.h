@@ -15,6 +15,7 @@ extern "C" void cuda_test_feed_forwards(void);
 extern "C" void cuda_test_sparse(void);
 extern "C" void cuda_test_parallel(void);
 extern "C" void cuda_test_streams(void);
+extern "C" void cuda_test_lagging(void);
 extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_kda(void);
 extern "C" void cuda_test_pools(void);
@@ -70,6 +71,7 @@ static const struct {
                     {"sparse", cuda_test_sparse},
                     {"parallel", cuda_test_parallel},
                     {"streams", cuda_test_streams},
+                    {"lagging", cuda_test_lagging},
                     {"operations", cuda_test_operations}};
 enum { MUTANT_TESTS = sizeof mutant_tests / sizeof *mutant_tests };
 
@@ -256,7 +258,7 @@ static void other_gates_of_keys(const char *launch, void *args) {
     change_compressors(launch, args, [](auto &c) { c.gate = c.value; });
 }
 static void keys_not_rounded(const char *launch, void *args) {
-    change_if<struct csa_args>(launch, "k_csa_store", args, [](auto &a) { a.qat = false; });
+    change_if<struct csa_args>(launch, "k_csa_store", args, [](auto &a) { a.round = ROUNDS_NOTHING; });
 }
 static void table_of_another_layer(const char *launch, void *args) {
     static const int32_t *last;
@@ -1038,6 +1040,191 @@ static void streams_weighted(const char *launch, void *args) {
     change_if<struct hc_args>(launch, "k_hc_norm", args, [](auto &a) { a.mean = false; });
 }
 
+/* Mistakes about streams whose reading lags. */
+template <class F>
+static void change_lag(const char *launch, void *args, F f) {
+    change_if<struct hc_args>(launch, "k_hc_norm", args, f);
+}
+static void lag_missing(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) { a.lag = NULL; });
+}
+static void lag_missing_at_end(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) { a.lag = a.mean ? NULL : a.lag; });
+}
+static void lag_of_next_token(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) { a.lag += a.n_tok > 1 ? a.mix_stride : 0; });
+}
+static void lag_of_next_stream(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) { a.lag--; });
+}
+static void lag_of_own_coefficients(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) { a.lag = a.mix; });
+}
+static void lag_not_kept(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) {
+        const size_t n = (size_t)a.n_tok * a.mix_stride;
+        float *lag = changed_floats(n);
+        memcpy(lag, a.lag, (n - (size_t)(a.lag - a.mix)) * sizeof *lag);
+        a.lag = lag;
+    });
+}
+static void lag_packed(const char *launch, void *args) {
+    change_lag(launch, args, [](auto &a) { a.mix_stride = HC_ROWS + 1; });
+}
+static void lag_written_as_stride(const char *launch, void *args) {
+    change_hc(launch, args, [](auto &a) { a.mix_stride = HC_ROWS + 1; });
+}
+template <class F>
+static void change_sent(const char *launch, void *args, F f) {
+    change_if<struct send_args>(launch, "k_send_rows", args, [&](auto &a) {
+        if (a.n_more) f(a);
+    });
+}
+static void lag_not_sent(const char *launch, void *args) {
+    change_sent(launch, args, [](auto &a) { a.n_more = 0; });
+}
+static void lag_sent_packed(const char *launch, void *args) {
+    change_sent(launch, args, [](auto &a) { a.more_src_stride -= 4; });
+}
+static void lag_sent_of_coefficients(const char *launch, void *args) {
+    change_sent(launch, args, [](auto &a) { a.more_src -= a.channel == CH_SEND ? 4 : 0; });
+}
+static void lag_taken_to_coefficients(const char *launch, void *args) {
+    change_sent(launch, args, [](auto &a) { a.more_dst -= a.channel == CH_RECV ? 4 : 0; });
+}
+
+/* Mistakes about compressed keys that layers share. */
+template <class F>
+static void change_keys(const char *launch, void *args, F f) {
+    change_if<struct csa_args>(launch, "k_csa_store", args, f);
+}
+template <class F>
+static void change_pooled(const char *launch, void *args, F f) {
+    change_keys(launch, args, [&](auto &a) {
+        if (a.with[0].out) f(a, a.with[0]);
+    });
+}
+static void pooled_evenly(const char *launch, void *args) {
+    change_pooled(launch, args, [](auto &, auto &c) { c.gate = NULL; });
+}
+static void pooled_by_values(const char *launch, void *args) {
+    change_pooled(launch, args, [](auto &, auto &c) { c.gate = c.gate ? c.value : NULL; });
+}
+static void pooled_not_normed(const char *launch, void *args) {
+    change_pooled(launch, args, [](auto &, auto &c) { c.norm = NULL; });
+}
+static void pooled_of_one(const char *launch, void *args) {
+    change_pooled(launch, args, [](auto &a, auto &) { a.pooled = 1; });
+}
+static void pooled_ring_shorter(const char *launch, void *args) {
+    change_pooled(launch, args, [](auto &, auto &c) { c.ring.n_row--; });
+}
+static void pooled_in_one_format(const char *launch, void *args) {
+    change_pooled(launch, args,
+                  [](auto &a, auto &c) { c.out16 = (uint16_t *)changed_floats((size_t)(a.n_tok * c.d)); });
+}
+template <class F>
+static void change_latents(const char *launch, void *args, F f) {
+    change_keys(launch, args, [&](auto &a) {
+        if (a.latents) f(a);
+    });
+}
+static void latents_not_stored(const char *launch, void *args) {
+    change_latents(launch, args, [](auto &a) { a.latents = false; });
+}
+static void latents_not_normed(const char *launch, void *args) {
+    change_latents(launch, args, [](auto &a) { a.with[1].norm = NULL; });
+}
+static void latents_of_other_token(const char *launch, void *args) {
+    change_latents(launch, args, [](auto &a) { a.with[0].value += a.n_tok > 1 ? a.with[0].stride : 0; });
+}
+static void latents_rotated_longer(const char *launch, void *args) {
+    change_latents(launch, args, [](auto &a) { a.table.factor *= 2; });
+}
+static void latents_rotated_as_windows(const char *launch, void *args) {
+    static const float *window; /* of the first layer, which has no compressed keys */
+    change_keys(launch, args, [](auto &a) {
+        if (!a.compress_ratio) window = a.table.freq;
+        else if (window) a.table.freq = window;
+    });
+}
+static void latents_rounded_as_before(const char *launch, void *args) {
+    change_keys(launch, args, [](auto &a) { a.round = a.round == ROUNDS_V41 ? ROUNDS_V4 : a.round; });
+}
+static void latents_not_rounded(const char *launch, void *args) {
+    change_keys(launch, args, [](auto &a) { a.round = ROUNDS_NOTHING; });
+}
+static void queries_normed(const char *launch, void *args) {
+    change_keys(launch, args, [](auto &a) { a.plain_q = false; });
+}
+static void keys_of_first_source(const char *launch, void *args) {
+    static struct cache_tensor first;
+    change_csa(launch, args, [](struct attn_args &a) {
+        if (a.compress_ratio == 2) first = a.v;
+        else if (a.compress_ratio && first.data) a.v = first;
+    });
+}
+static void indexer_of_first_source(const char *launch, void *args) {
+    static struct cache_tensor first;
+    change_if<struct index_args>(launch, "k_index_scores", args, [](auto &a) {
+        if (a.shift) first = a.rope.kp;
+        else if (first.data) a.rope.kp = first;
+    });
+}
+
+/* Mistakes about candidates: where they are listed, and where keys are scored and chosen among them. */
+template <class F>
+static void change_listed(const char *launch, void *args, F f) {
+    change_if<struct index_args>(launch, "k_index_choose", args, [&](auto &a) {
+        if (a.parts > 1) f(a);
+    });
+}
+template <class F>
+static void change_among(const char *launch, void *args, F f) {
+    for (const char *kernel : {"k_index_scores", "k_index_choose"})
+        change_if<struct index_args>(launch, kernel, args, [&](auto &a) {
+            if (a.candidates) f(a);
+        });
+}
+static void latest_not_listed(const char *launch, void *args) {
+    change_listed(launch, args, [](auto &a) { a.local = 0; });
+}
+static void listed_by_fewer_keys(const char *launch, void *args) {
+    change_listed(launch, args, [](auto &a) { a.block--; });
+}
+static void listed_by_first_key(const char *launch, void *args) {
+    change_listed(launch, args, [](auto &a) { a.parts = 1; });
+}
+static void one_fewer_listed(const char *launch, void *args) {
+    change_listed(launch, args, [](auto &a) { a.n_chosen--; });
+}
+static void listed_later(const char *launch, void *args) {
+    change_listed(launch, args, [](auto &a) { a.top_k += a.block; });
+}
+static void three_always_listed(const char *launch, void *args) {
+    change_listed(launch, args, [](auto &a) { a.local = 3; });
+}
+static void chosen_not_among(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_choose", args, [](auto &a) { a.candidates = NULL; });
+}
+static void scored_not_among(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_scores", args, [](auto &a) {
+        if (a.candidates) a.n_candidate = 1 << 20;
+    });
+}
+static void among_smaller_blocks(const char *launch, void *args) {
+    change_among(launch, args, [](auto &a) { a.candidate_block--; });
+}
+static void among_one_fewer(const char *launch, void *args) {
+    change_among(launch, args, [](auto &a) { a.n_candidate--; });
+}
+static void among_those_of_next(const char *launch, void *args) {
+    change_among(launch, args, [](auto &a) { a.candidates += a.n_tok > 1 ? a.n_candidate : 0; });
+}
+static void among_from_second(const char *launch, void *args) {
+    change_among(launch, args, [](auto &a) { a.candidates++; });
+}
+
 /* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -1152,6 +1339,46 @@ static const struct {
                 {"streams", "a key's values are its gates", other_gates_of_keys},
                 {"streams", "keys are not rounded as in training", keys_not_rounded},
                 {"streams", "experts are those of another layer's table", table_of_another_layer},
+                {"lagging", "a half reads the streams as it says itself", lag_missing},
+                {"lagging", "the last row is the mean of the streams", lag_missing_at_end},
+                {"lagging", "streams are read as the next token says", lag_of_next_token},
+                {"lagging", "streams are read as said of the next", lag_of_next_stream},
+                {"lagging", "what the half before says is overwritten", lag_of_own_coefficients},
+                {"lagging", "the half after reads as this one", lag_not_kept},
+                {"lagging", "coefficients are packed where they are made", lag_packed},
+                {"lagging", "coefficients are packed where they are used", lag_written_as_stride},
+                {"lagging", "the next stage does not learn how streams are read", lag_not_sent},
+                {"lagging", "rows of coefficients are packed between stages", lag_sent_packed},
+                {"lagging", "the next stage gets other coefficients", lag_sent_of_coefficients},
+                {"lagging", "the next stage puts them elsewhere", lag_taken_to_coefficients},
+                {"lagging", "keys of two tokens have no gates", pooled_evenly},
+                {"lagging", "the gates of two tokens are their values", pooled_by_values},
+                {"lagging", "compressed keys are not normed", pooled_not_normed},
+                {"lagging", "a key of two tokens has the second alone", pooled_of_one},
+                {"lagging", "a ring of two tokens is shorter by a row", pooled_ring_shorter},
+                {"lagging", "the indexer's keys are made of others", pooled_in_one_format},
+                {"lagging", "compressed keys are not stored", latents_not_stored},
+                {"lagging", "the indexer's keys are not normed", latents_not_normed},
+                {"lagging", "a compressed key is that of the next token", latents_of_other_token},
+                {"lagging", "compressed keys are rotated with another factor", latents_rotated_longer},
+                {"lagging", "compressed keys are rotated as windows", latents_rotated_as_windows},
+                {"lagging", "keys are rounded as in DeepSeek-V4", latents_rounded_as_before},
+                {"lagging", "keys of V4.1 are not rounded as in training", latents_not_rounded},
+                {"lagging", "heads of queries are normed", queries_normed},
+                {"lagging", "all layers have the compressed keys of the first", keys_of_first_source},
+                {"lagging", "all indexers have the keys of the first", indexer_of_first_source},
+                {"lagging", "the latest block is not always a candidate", latest_not_listed},
+                {"lagging", "blocks of candidates are smaller", listed_by_fewer_keys},
+                {"lagging", "a block has the score of its first keys", listed_by_first_key},
+                {"lagging", "one candidate fewer is listed", one_fewer_listed},
+                {"lagging", "candidates are listed a block later", listed_later},
+                {"lagging", "three blocks are always candidates", three_always_listed},
+                {"lagging", "chosen keys are numbered among the candidates'", chosen_not_among},
+                {"lagging", "keys are scored that are no candidates'", scored_not_among},
+                {"lagging", "candidates have smaller blocks", among_smaller_blocks},
+                {"lagging", "one candidate fewer is scored", among_one_fewer},
+                {"lagging", "tokens have the candidates of the next", among_those_of_next},
+                {"lagging", "candidates begin with the second", among_from_second},
                 {"kda", "decays have no bound", decays_without_bound},
                 {"kda", "decays have a bound", decays_with_bound},
                 {"kda", "rows have the decays of the next", decays_of_next_row},

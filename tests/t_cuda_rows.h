@@ -132,20 +132,22 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to, boo
 }
 
 /* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model;
- * parts 0: the streams' mean. */
+ * parts 0: the streams' mean; lags: they are read as the half before says. */
 template <int VECS>
-static void run_hc_norm(int n, int parts, bool last) {
+static void run_hc_norm(int n, int parts, bool last, bool lags = false) {
     enum { TOKENS = 2, S = GPU_HC };
-    const size_t wide = (size_t)n;
+    const size_t wide = (size_t)n, stride = lags ? HC_ROWS + 8 : HC_ROWS + 1, at_lag = HC_ROWS + 4;
     const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
-                             base = random_floats(HC_ROWS, 1), scale = random_floats(3, 1);
+                             before = random_floats((int)(TOKENS * stride), 1), base = random_floats(HC_ROWS, 1),
+                             scale = random_floats(3, 1);
     std::vector<float> sums = random_floats(TOKENS * max(parts, 1) * HC_SUMS, 0.1);
     for (size_t i = HC_ROWS; i < sums.size(); i += HC_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
     gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums);
-    gpu_array<float> mix(TOKENS * (HC_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
+    gpu_array<float> mix(before), h32(TOKENS * wide), y(TOKENS * wide);
     gpu_array<uint16_t> h16(TOKENS * wide);
     struct hc_args a = {};
-    a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d, a.mean = !parts;
+    a.streams = x_d, a.mix = mix, a.mix_stride = stride, a.lag = lags ? mix.p + at_lag : NULL, a.base = base_d;
+    a.scale = scale_d, a.sums = sums_d, a.mean = !parts;
     a.n_row = !parts ? 0 : last ? (int)S : (int)HC_ROWS;
     a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.hc_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
     a.h16 = h16, a.h32 = h32, a.x = y;
@@ -171,14 +173,16 @@ static void run_hc_norm(int n, int parts, bool last) {
                      (k < S ? 1e-6 : 0);
         if (!parts) std::fill(row, row + S, 1.0 / S);
         for (size_t i = 0; i < wide; i++)
-            for (size_t j = 0; j < S; j++) want[i] += (float)row[j] * x[(t * S + j) * wide + i];
+            for (size_t j = 0; j < S; j++)
+                want[i] += (lags ? before[t * stride + at_lag + j] : (float)row[j]) * x[(t * S + j) * wide + i];
         const double f = rms_factor(want.data(), n);
         for (size_t i = 0; i < wide; i++) {
             const double v = (double)want[i] * (last ? 1 : f * (double)w[i]);
             e.add((double)got[t * wide + i], v);
             bad += !last && !(fabs((double)f16_to_f32(halves[t * wide + i]) - v) <= 7e-4 * fabs(v) + 1e-6);
         }
-        const float *c = &m[t * (HC_ROWS + 1)];
+        const float *c = &m[t * stride];
+        for (size_t k = 0; k < S && lags; k++) bad += !(fabs((double)c[at_lag + k] - row[k]) <= 1e-5);
         for (size_t k = 0; k < 2 * S && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-5);
         double *mixed = row + 2 * S; /* rows, then columns come to sums of 1 */
         for (size_t k = 0; k < S * S; k++)
@@ -192,8 +196,8 @@ static void run_hc_norm(int n, int parts, bool last) {
                 }
         for (size_t k = 2 * S; k < HC_ROWS && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-4);
     }
-    expect(e.nmse() < 1e-10 && !bad, "streams of %d, sums of %d blocks, last %d: NMSE %.1e, %d wrong", n, parts, last,
-           e.nmse(), bad);
+    expect(e.nmse() < 1e-10 && !bad, "streams of %d, sums of %d blocks, last %d, lag %d: NMSE %.1e, %d wrong", n, parts,
+           last, lags, e.nmse(), bad);
 }
 
 /* Streams of a low rank that a result is written to, or that joined ones replace, and their norms. */
@@ -299,6 +303,8 @@ extern "C" void cuda_test_norms(void) {
                                         rings & 1, rings & 2, next, streams > 1 && next);
     run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true), run_hc_norm<4>(4088, 0, true);
     run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true), run_hc_norm<8>(8184, 0, true);
+    run_hc_norm<4>(4088, 45, false, true), run_hc_norm<4>(4088, 0, true, true);
+    run_hc_norm<8>(8184, 45, false, true), run_hc_norm<8>(8184, 0, true, true);
     for (int kind = 0; kind < 4; kind++) { /* a result, joined streams, neither; a result without norms */
         run_streams_norm<4>(4088, kind % 3 == 0, kind == 1, kind < 3);
         run_streams_norm<8>(8184, kind % 3 == 0, kind == 1, kind < 3);
@@ -603,12 +609,14 @@ static void run_divide(int n) {
 }
 
 /* Scores of keys, each of so many tokens, or with a block those of parts of blocks, for tokens that see `len` keys and
- * more. */
-static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len, int together = 1) {
+ * more. among: keys of a candidate, of which a token has some; 0: there are none. */
+static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len, int together = 1,
+                             int among = 0) {
+    enum { CANDIDATES = 9 };
     auto seen = [&](int t) { return (len * together + t) / together; };
     const int keys = seen(n_tok - 1), per_score = block ? index_part(block) : 1,
               n_scores = (keys + per_score - 1) / per_score;
-    const int n_list = block ? n_index : 1, per = block ? INDEX_ROWS / n_list : (int)INDEX_TOKENS;
+    const int n_list = block ? n_index : 1, per = block ? INDEX_ROWS / n_list : among ? 1 : (int)INDEX_TOKENS;
     test_cache k(keys, width, width, fp8);
     const int w_stride = n_index + 3;
     std::vector<uint16_t> q;
@@ -617,14 +625,19 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     gpu_array<uint16_t> q_d(q);
     gpu_array<float> w_d(w), scores(std::vector<float>((size_t)(n_tok * n_list * n_scores), NAN));
     gpu_batch b(len * together - 1, n_tok, len * together - 1);
+    std::vector<int32_t> list; /* of a token: block 0, others, its latest one */
+    for (int t = 0; t < n_tok; t++)
+        for (int i = 0; i < CANDIDATES; i++) list.push_back(among ? i * ((seen(t) - 1) / among) / (CANDIDATES - 1) : 0);
+    gpu_array<int32_t> list_d(list);
     struct index_args a = {};
     a.together = divisor_of(together);
+    if (among) a.candidates = list_d, a.n_candidate = CANDIDATES, a.candidate_block = among;
     a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
     a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
     a.n_list = n_list, a.n_scores = n_scores, a.block = block, a.block_tokens = per;
     const int tokens = min(n_tok, per);
     const size_t smem = block ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
-    index_kernel *const kernel = index_find(width, fp8, block > 0);
+    index_kernel *const kernel = index_find(width, fp8, block ? INDEX_BLOCK : among ? INDEX_CANDIDATE : INDEX_KEY);
     if (smem > 48 << 10)
         must(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), "smem");
     q_d.arrive(), w_d.arrive();
@@ -636,8 +649,12 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
         for (int l = 0; l < n_list; l++)
             for (int s = 0; s < n_scores; s++) {
                 double want = block ? -INFINITY : 0;
-                if (s * per_score >= seen(t)) continue; /* the token does not see it */
-                for (int x = s * per_score; x < min((s + 1) * per_score, block ? keys : seen(t)); x++)
+                int first = s * per_score; /* of the keys that the score is of */
+                if (among)
+                    first =
+                        s / among < CANDIDATES ? list[(size_t)(t * CANDIDATES + s / among)] * among + s % among : keys;
+                if (first >= seen(t)) continue; /* the token does not see it */
+                for (int x = first; x < min(first + per_score, block ? keys : seen(t)); x++)
                     for (int h = block ? l : 0; h < (block ? l + 1 : n_index); h++) {
                         double dot = 0;
                         for (int i = 0; i < width; i++)
@@ -648,9 +665,10 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
                     }
                 sum.add((double)got[(size_t)((t * n_list + l) * n_scores + s)], want);
             }
-    expect(sum.nmse() < 1e-9,
-           "scores by %d heads of %d, fp8 %d, blocks of %d, %d tokens, %d keys of %d tokens: NMSE %.1e", n_index, width,
-           fp8, block, n_tok, len, together, sum.nmse());
+    expect(
+        sum.nmse() < 1e-9,
+        "scores by %d heads of %d, fp8 %d, blocks of %d, candidates of %d, %d tokens, %d keys of %d tokens: NMSE %.1e",
+        n_index, width, fp8, block, among, n_tok, len, together, sum.nmse());
 }
 
 /* Choices of `n_topk` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores;
@@ -667,7 +685,7 @@ static void run_index_choose(int n, int n_topk, int block, int local, int levels
     a.together = divisor_of(together);
     a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = n_topk * block_keys,
     a.n_list = n_list;
-    a.n_topk = n_all, a.n_chosen = n_topk, a.n_scores = n_scores, a.block = block, a.local = local;
+    a.n_topk = n_all, a.n_chosen = n_topk, a.n_scores = n_scores, a.block = block, a.local = local, a.parts = parts;
     score_d.arrive();
     LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)n_list, CHOOSE_THREADS, 0, test_stream,
                a);
@@ -698,6 +716,7 @@ extern "C" void cuda_test_indexer(void) {
         for (bool bias : {false, true})
             run_index_store(128, 128, fp8, fp8 != bias, bias), run_index_store(64, 32, fp8, bias, bias);
         run_index_store(128, 0, fp8, fp8, true, true);
+        for (int width : {32, 64, 128}) run_index_scores(width, fp8, 36, 0, 3, 300, 1, width == 64 ? 3 : 8);
         for (int width : {64, 128}) {
             run_index_scores(width, fp8, 36, 0, 3, 300);
             for (int block : {16, 64}) run_index_scores(width, fp8, 3, block, 23, 300);

@@ -20,10 +20,16 @@ void cuda_test_mtp_hidden(struct rank *r, float *rows, int n, bool read) {
     cudaMemcpy(read ? rows : ring, read ? ring : rows, (size_t)n * sizeof *rows, cudaMemcpyDefault);
 }
 
-void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read) {
-    int32_t *chosen = r->cuda->topk_blocks + first;
+/* n numbers, from the device (read) or to it. */
+static void test_copy(struct rank *r, int32_t *numbers, int32_t *device, int n, bool read) {
     cudaStreamSynchronize(r->cuda->stream);
-    if (n) cudaMemcpy(read ? keys : chosen, read ? chosen : keys, (size_t)n * sizeof *keys, cudaMemcpyDefault);
+    if (n) cudaMemcpy(read ? numbers : device, read ? device : numbers, (size_t)n * sizeof *device, cudaMemcpyDefault);
+}
+void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read) {
+    test_copy(r, keys, r->cuda->topk_blocks + first, n, read);
+}
+void cuda_test_candidates(struct rank *r, int32_t *blocks, int first, int n, bool read) {
+    test_copy(r, blocks, r->cuda->candidates + first, n, read);
 }
 
 /* The jobs of the decode forward's latest layer with experts. */
