@@ -3803,7 +3803,6 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->n_ngram && m->family->lagging_streams) return "the Engram tables of DeepSeek-V4.1";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -30605,10 +30604,12 @@ static void launch_add_blocks(struct launches *k, const struct step *s) {
     if (reads && !s->ffn) k->first = at;
 }
 
-/* Adds the norms of streams of a low rank; at the end of a stage that is not the last nothing is normed. */
+/* Adds the norms of streams, which other ones than of a low rank are mixed before; at the end of a stage that is not the
+ * last nothing is normed. */
 static void launch_add_streams(struct launches *k, const struct step *s) {
     const struct model *m = k->m;
     if (m->shard.n_rank > 1 && s->partial != ACT_COUNT) launch_add_sum(k);
+    if (!m->hc_low && s->partial != ACT_COUNT) launch_add(k, DECODE_HC_MIX, 0, 0);
     k->streams = launch_add(k, DECODE_STREAMS_NORM, s->norm ? 4.0 * m->n_hc * m->n_embd : 0, 0);
 }
 
@@ -30770,7 +30771,7 @@ static void launches_of(struct launches *k, const struct step *s) {
                    0);
         break;
     case OP_csa_attention:
-        k->attention = launch_add(k, DECODE_CSA_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
+        k->attention = launch_add(k, DECODE_CSA_ATTENTION, READS(&l->sinks) + state - index - recent - ngrams, 0);
         break;
     case OP_delta_net:
         k->attention =

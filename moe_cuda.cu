@@ -17,7 +17,8 @@
  *                           too
  *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
  *     of a low rank         k_streams_norm, k_gemv_linear or gemm_kernel, k_to_halves, the same again, k_streams_read
- *   n-grams               k_ngram_rows, k_gemv_linear or gemm_kernel, k_ngram_gate, k_ngram_add
+ *   n-grams               k_streams_norm, k_ngram_rows, k_gemv_linear or gemm_kernel, k_ngram_gate, k_ngram_add; among
+ *                           hyper-connections that are not of a low rank after k_hc_mix
  *     in the file alone     before them k_want_rows for each table, k_brought_rows
  *   linear                k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
@@ -9669,7 +9670,9 @@ static void cuda_streams_norm(struct rank *r, const struct step *s) {
         for (int i = 0; next->w[i] && s[1].op == OP_linear; i++) prefetch_add(r, &a, next->w[i]);
     if (!layer) prefetch_add(r, &a, &r->m->output);
     else if (layer->mtp && s->norm == layer->hc_head.norm) prefetch_add(r, &a, mtp_head(r->m, layer));
-    streams_norm(r, s->partial, s->norm, a);
+    const bool mixed = !r->m->hc_low && s->partial != ACT_COUNT; /* streams that are mixed with one another */
+    if (mixed) hc_mix(r, s->x, s->partial, NULL, NULL, A_H);
+    streams_norm(r, mixed ? ACT_COUNT : s->partial, s->norm, a);
 }
 
 static void cuda_streams_read(struct rank *r, const struct step *s) {

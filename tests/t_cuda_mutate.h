@@ -1167,7 +1167,7 @@ static void keys_of_first_source(const char *launch, void *args) {
 static void indexer_of_first_source(const char *launch, void *args) {
     static struct cache_tensor first;
     change_if<struct index_args>(launch, "k_index_scores", args, [](auto &a) {
-        if (a.shift) first = a.rope.kp;
+        if (a.together.n > 1) first = a.rope.kp;
         else if (first.data) a.rope.kp = first;
     });
 }

@@ -941,11 +941,26 @@ static void test_plan_shared_keys(void) {
     CHECK_INT(plan_int(reads, "backbone"), 40 * layer + 4 * makes + gates + 8 * chooses + 2 * ngrams, "backbone");
     CHECK_INT(plan_int(reads, "index_keys"), (3 * 2048 + 5 * 4096) * 128 * 2, "keys of the indexer");
     json_decref(o);
+
+    /* on four GPUs: 9 kernels of attention and 6 of a feed-forward, of which the first adds nothing; 2 more where keys are
+     * made, where they are chosen, and one where candidates are listed; 6 where rows of a table are added */
     char *out = NULL, *err = NULL;
-    const int rc = run_command(MOE_BIN " --plan --gpus 4x96 --synth deepseek-v4.1-flash </dev/null", &out, &err);
-    CHECK(rc == EXIT_USAGE && strstr(sb_cstr(&err), "DeepSeek-V4.1 are not supported on a GPU; use --cpu"), "%d: %s",
-          rc, sb_cstr(&err));
+    const int n = 2 + 40 * (9 + 6) - 1 + 4 * 2 + 8 * 2 + 1 + 2 * 6 + 7;
+    const int rc =
+        run_command(MOE_BIN " --plan --gpus 4x96 --host 256 --synth deepseek-v4.1-flash </dev/null", &out, &err);
+    char want[32];
+    snprintf(want, sizeof want, ": %d kernels,", n);
+    CHECK(rc == 0 && strstr(sb_cstr(&out), want), "%d: no '%s' in %s%s", rc, want, sb_cstr(&out), sb_cstr(&err));
     arrfree(out), arrfree(err);
+    o = plan_of("--gpus 4x96 --host 256 --tp 4 --synth deepseek-v4.1-flash", 0);
+    const json_t *ranks = json_object_get(o, "ranks");
+    const int64_t whole = 40 * (layer + 384 * ff) + 4 * makes + gates + 8 * chooses + 2 * (ngrams - 24 * 264) +
+                          2 * 2 * d * 129280; /* embedding and head */
+    int64_t sum = 0;
+    for (size_t r = 0; r < 4; r++) sum += plan_int(json_array_get(ranks, r), "weights");
+    CHECK(sum > whole && sum < whole + whole / 10, "%lld bytes on four GPUs, %lld in all", (long long)sum,
+          (long long)whole);
+    json_decref(o);
 }
 
 /* Several prompts at a time: their caches, the contexts for which there is room, and the speed. */
