@@ -5,11 +5,11 @@
  * between them. This file is data: one row per pre-tokenizer, with its names in GGUF files, the expressions that moe
  * compiles, and the expressions in tokenizer.json by which moe-convert recognizes it.
  *
- * The expressions for moe (expr) are those of the models' tokenizer.json, rewritten for PCRE2. None repeats a group, so
- * that matching needs no stack that grows with the text. None takes more than linear time on a long run, which is why
- * DeepSeek's expression for blanks at the end has a look-behind. Characters above 0x7f are written as numbers where two
- * of them look the same. Names are llama.cpp's. The defaults are llama.cpp's too, but for NFC, which it does not know:
- * that is what the models' tokenizer.json says.
+ * The expressions for moe (expr) are those of the models' tokenizer.json, rewritten for PCRE2. None repeats a group but
+ * possessively, so that matching needs no stack that grows with the text. None takes more than linear time on a long run,
+ * which is why DeepSeek's expression for blanks at the end has a look-behind. Characters above 0x7f are written as numbers
+ * where two of them look the same. Names are llama.cpp's. The defaults are llama.cpp's too, but for NFC, which it does not
+ * know: that is what the models' tokenizer.json says.
  */
 #ifndef CONVERT_PRE_TOKENIZERS_H
 #define CONVERT_PRE_TOKENIZERS_H
@@ -31,6 +31,8 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 #define QWEN2          CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
 #define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
 #define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
+#define DEEPSEEK_WORDS \
+    "[!-/:-@\\[-`{-~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|" LINES_BLANKS
 #define TEKKEN \
     WORD_PREFIX UPPER "*" LOWER "+|" WORD_PREFIX UPPER "+" LOWER "*|\\p{N}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS
 
@@ -97,8 +99,7 @@ static const struct pre_tokenizer {
      .hf = {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}},
     {.names = "deepseek-v3 joyai-llm hunyuan-dense hy_v4",
      .expr = {"\\p{N}{1,3}", "[\\x{4e00}-\\x{9fa5}\\x{3040}-\\x{30ff}]+",
-              "[!-/:-@\\[-`{-~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-              " ?[\\p{P}\\p{S}]+[\\r\\n]*|" LINES_BLANKS},
+              DEEPSEEK_WORDS},
      .hf = {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
             "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
             " ?[\\p{P}\\p{S}]+[\\r\\n]*" HF_SPACES}},
@@ -119,6 +120,17 @@ static const struct pre_tokenizer {
      .expr = {"'(?i:[sdmt]|ll|ve|re)|" WORD_PREFIX "+\\p{L}+|\\p{N}|" SYMBOLS "+[\\r\\n]*|[" WS "]*[\\r\\n]|" BLANKS},
      .hf = {"'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|"
             "\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"}},
+    {.names = "exaone-moe",
+     .expr = {CONTRACTION "|" WORD_PREFIX "\\p{L}(?:[\\p{L}\\p{M}]++| (?=\\p{L}))*+|\\p{N}|" SYMBOLS "[\\r\\n/]?|[" WS
+              "]*[\\r\\n]|" BLANKS},
+     .hf = {CONTRACTION "|[^\\r\\n\\p{L}\\p{N}]?(?:\\p{L}\\p{M}*(?: \\p{L}\\p{M}*)*)+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]?|"
+            "\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"}},
+    {.names = "afmoe", /* runs of digits, of each what is left of threes, then threes */
+     .expr = {"\\p{N}+", "\\A\\p{N}{1,2}(?=(?:\\p{N}{3})*+\\z)", "\\p{N}{3}",
+              "[\\x{4e00}-\\x{9fff}\\x{3400}-\\x{4dbf}\\x{f900}-\\x{faff}\\x{3040}-\\x{30ff}\\x{ff65}-\\x{ff9f}\\x{2f00}-\\x{2fdf}"
+              "\\x{e40}-\\x{eff}\\x{1780}-\\x{17ff}\\x{1000}-\\x{109f}\\x{aa60}-\\x{aa7f}\\x{a9e0}-\\x{a9ff}\\x{ac00}-\\x{d7af}"
+              "\\x{1100}-\\x{11ff}]+",
+              DEEPSEEK_WORDS}},
     {.names = "seed-coder",
      .expr = {CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "|" LINES_BLANKS},
      .hf = {CONTRACTION HF_LETTERS "\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\\r\\n]+" HF_SPACES}},

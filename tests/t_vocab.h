@@ -241,6 +241,22 @@ static const char *const test_cuts[][2] = {
     {"bailingmoe2", "It|'s| I|'LL| we|'Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’t"},
     {"bailingmoe2", " two|  | spaces|\n\n  \n| next|\r\n|\ttab| \302\240 |\343\200\200wide|\341\240\216| |\342\200\250x|  "},
     {"bailingmoe2", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!\n\n\n|¿\?\r\r| |1|,|2|3|4|.|5|e|6"},
+    {"exaone-moe", "It|'s| I|'LL| we|'Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’t"},
+    {"exaone-moe", " two| | spaces|\n\n  \n| next|\r\n|\ttab| \302\240|\343\200\200wide|\341\240\216| |\342\200\250x|  "},
+    {"exaone-moe", "HTTPServer iPhone ǅungla ʰªº| '|sHello|'S| dAvid|'d|."},
+    {"exaone-moe", "if| (|a|!=|b|){/*| c| */}\n|//|x| ==|\t|$|5|.|0|0|+=€|3| #|tag| @|me a|/b|/\n"},
+    {"exaone-moe", "e\314\201tude| \314\201|x न्दी हिन्दी ไทยำ אבּ مرحبا|٣|٤|٥"},
+    {"exaone-moe", "中文和English混排|，한국어 かなカナー々|〇|！《|書|》。"},
+    {"exaone-moe", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!\n|\n\n|¿\?\r|\r| |1|,|2|3|4|.|5|e|6"},
+    {"exaone-moe", "1| |1|2| |1|2|3| |1|2|3|4| |1|2|3|4|5|6|7|8| x|1|2|3|4|5|6| |٣|٤|٥|٦"},
+    {"afmoe", "It|'s| I|'LL| we|'Ve| '|ſ| |12|345| x|2| |½Ⅻ３| don|’|t"},
+    {"afmoe", " two| | spaces|\n\n  \n| next|\r\n|\ttab| \302\240|\343\200\200wide|\341\240\216| |\342\200\250x|  "},
+    {"afmoe", "HTTPServer| iPhone| ǅungla| ʰªº| '|sHello|'S| dAvid|'d|."},
+    {"afmoe", "if| (|a|!=|b|){/*| c| */}\n|//|x| ==|\t|$|5|.|00|+=€|3| #|tag| @|me| a|/b|/\n"},
+    {"afmoe", "e\314\201tude| \314\201x| न्दी| हिन्दी| |ไ|ทยำ| אבּ| مرحبا|٣٤٥"},
+    {"afmoe", "中文和|English|混排|，|한국어| |かなカナー|々|〇|！《|書|》。"},
+    {"afmoe", "😀👨|\342\200\215|👩|\342\200\215|👧🏽| 🇩🇪!!\n\n\n|¿\?\r\r| |1|,|234|.|5|e|6"},
+    {"afmoe", "1| |12| |123| |1|234| |12|345|678| x|123|456| |٣|٤٥٦"},
     {"refact", "It|'s| I|'|LL| we|'|Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’|t"},
     {"refact", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!|\n\n|\n|¿\?|\r\r |1|,|2|3|4|.|5|e|6"},
     {"refact", "a|\r\n\r|\n|b|\r\r\n|\n|c|  \n | d|\n"},
@@ -293,11 +309,11 @@ static void test_vocab_cuts(void) {
 
 /* Every name of the table loads, and every expression compiles. The names in files of other converters are known. */
 static void test_vocab_names(void) {
-    static const char *const like[][2] = {{"pixtral", "llama-bpe"},     {"glm4", "llama-bpe"},
-                                          {"chatglm-bpe", "llama-bpe"}, {"inkling", "gpt-4o"},
-                                          {"inkling2", "gpt-4o"},       {"bailingmoe", "bailingmoe2"},
-                                          {"kimi-k2", "kimi-k2"},       {"tekken", "tekken"},
-                                          {"qwen35", "qwen35"},         {"qwen2", "qwen2"}};
+    static const char *const like[][2] = {
+        {"pixtral", "llama-bpe"}, {"glm4", "llama-bpe"},        {"chatglm-bpe", "llama-bpe"},
+        {"inkling", "gpt-4o"},    {"inkling2", "gpt-4o"},       {"bailingmoe", "bailingmoe2"},
+        {"hunyuan", "qwen2"},     {"exaone-moe", "exaone-moe"}, {"kimi-k2", "kimi-k2"},
+        {"tekken", "tekken"},     {"qwen35", "qwen35"},         {"qwen2", "qwen2"}};
     for (size_t i = 0; i < sizeof like / sizeof *like; i++) {
         const char *expr[2] = {NULL};
         for (int k = 0; k < 2; k++)
