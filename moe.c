@@ -218,7 +218,7 @@
 
 #include "gguf_nvfp4.h"
 
-enum { ERR_MAX = 512 /* bytes of a message, which functions that fail write to their parameter err */ };
+enum { ERR_MAX = 1024 /* bytes of a message, which functions that fail write to their parameter err */ };
 
 #ifndef MOE_TYPES_ONLY
 
@@ -1149,6 +1149,7 @@ struct attn {
     bool index_means;
     bool v_is_k;      /* GQA: values are the products with wk, before the norm of keys */
     bool v_norm;      /* GQA: a head's values are divided by their root mean square */
+    bool norm_last;   /* GQA: norms of heads come after the rotation */
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
@@ -4745,7 +4746,7 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
  * Gemma 4.
  * ============================================================================================================ */
 
@@ -4774,6 +4775,17 @@ static void read_gptoss(struct loader *l) {
     if (!l->failed && base != window)
         loader_fail(l, "metadata key '%s.rope.freq_base_swa' is %g, expected rope.freq_base, %g", l->arch,
                     (double)window, (double)base);
+}
+
+/* Reads the metadata of Hunyuan-A13B, whose heads are normed after their rotation. A GPU takes their mean square before
+ * it, which is the same unless cos and sin are scaled. */
+static void read_hunyuan(struct loader *l) {
+    read_gqa(l);
+    l->attn.norm_last = true;
+    const float factor = l->failed ? 1 : l->m->ropes[l->attn.rope].factor;
+    if (factor != 1)
+        loader_fail(l, "metadata keys '%s.rope.scaling.*' scale cos and sin by %g, expected 1", l->arch,
+                    (double)factor);
 }
 
 /* A layer of gpt-oss. */
@@ -4949,8 +4961,8 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
  *   o_t,i = sum over s of softmax_s(scale q_t,i . k_s,g(i)) v_s,g(i)         s <= t, and with a window t - s < window
  *   u_t   = W^O [o_t,1; ..; o_t,n_head]
  *
- * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing. R_t rotates pairs of
- * values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
+ * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing; with norm_last it comes
+ * after R_t. R_t rotates pairs of values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
  * rope.freq[i] and the pair is values i and i + dim / 2, or neighbors (rope.pairs). A sink b_i adds exp(b_i) to the
  * softmax's denominator. Values may be normed without weights (v_norm), and be W^K_g h_t before its norm (v_is_k). A gate
  * multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and v_t: 2 n_head_kv head values a
@@ -6041,6 +6053,8 @@ static const struct family families[] = {
     {.arch = "glm4", .dense = true, .read = read_llama, .layer = layer_glm4_dense},
     {.arch = "dots1",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
+    {.arch = "hunyuan-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_hunyuan,  .layer = layer_gqa},
     {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
      .read = read_gptoss,   .layer = layer_gptoss},
     {.arch = "minimax-m2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -7210,6 +7224,11 @@ static const struct synth synths[] = {
      "attention.head_count_kv=32 attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 "
      "expert_count=128 expert_used_count=6 expert_feed_forward_length=1408 expert_shared_count=2 vocab_size=152064 "
      "expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e7"},
+    {"hunyuan-a13b", "hunyuan-moe", .keys =
+     "context_length=262144 embedding_length=4096 block_count=32 attention.head_count=32 attention.head_count_kv=8 "
+     "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
+     "expert_feed_forward_length=3072 expert_shared_count=1 vocab_size=128167 "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=11158840"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -11488,9 +11507,10 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
-            if (layer->qk_norm == QK_NORM_HEADS)
-                r->cpu->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
+            const float *norm = layer->qk_norm != QK_NORM_HEADS ? NULL : is_q ? layer->q_norm : layer->k_norm;
+            if (norm && !a->norm_last) r->cpu->k->rmsnorm(x, norm, m->rms_eps, x, a->head_k);
             (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
+            if (norm && a->norm_last) r->cpu->k->rmsnorm(x, norm, m->rms_eps, x, a->head_k);
             if (is_q && a->temp_scale != 0) r->cpu->k->scale(x, attn_temperature(a, r->pos + t), x, a->head_k);
         }
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, act_row(r, k, t));
@@ -24080,14 +24100,13 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
-                                    "qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b,\n"
-                                    "qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
+                                    "hunyuan-a13b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
+                                    "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
                                     "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b,\n"
                                     "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
                                     "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
-                                    "nemotron-3-nano-30b-a3b or\n"
-                                    "nemotron-3-super-120b-a12b.\n"
+                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"

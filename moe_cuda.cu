@@ -4185,6 +4185,7 @@ struct rope_args {
     int n_head, n_head_kv, d, q_head, dv, rope, latent, nope;
     float eps;
     bool v_norm;      /* a head's values are divided by their root mean square */
+    bool norm_last;   /* of struct attn */
     float temp_scale; /* of struct attn */
     int temp_length;
 };
@@ -4205,7 +4206,8 @@ enum {
 #define ATTN_LOG2_E 1.44269504f
 
 /* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's
- * weights, NULL: no norm. cosine(i), sine(i): of pair i. */
+ * weights, NULL: no norm. cosine(i), sine(i): of pair i. A rotation leaves the mean square as it is, and with norm_last
+ * the weights act after it. */
 template <int PER, class COSINE, class SINE>
 DEVICE void rope_head_by(const struct rope_args &p, const float *src, const float *w, int n, COSINE cosine, SINE sine,
                          float x[PER]) {
@@ -4216,16 +4218,19 @@ DEVICE void rope_head_by(const struct rope_args &p, const float *src, const floa
         ss = fmaf(x[j], x[j], ss);
     }
     const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
-    auto factor = [&](int c) { return w ? f * w[c] : 1.0f; };
+    const bool last = w && p.norm_last;
+    auto factor = [&](int c) { return !w ? 1.0f : last ? f : f * w[c]; };
     UNROLL for (int j = 0; j < PER; j++) {
         const int c = lane + 32 * j;
         if (c >= n) continue;
         x[j] *= factor(c);
-        if (c >= p.rope) continue;
-        const bool low = p.pairs ? !(c & 1) : c < half; /* it comes first of the two */
-        const int o = p.pairs ? c ^ 1 : low ? c + half : c - half, r = p.pairs ? c >> 1 : low ? c : o;
-        const float u = src[o] * factor(o); /* read again: cheaper than moving it between lanes */
-        x[j] = low ? x[j] * cosine(r) - u * sine(r) : u * sine(r) + x[j] * cosine(r);
+        if (c < p.rope) {
+            const bool low = p.pairs ? !(c & 1) : c < half; /* it comes first of the two */
+            const int o = p.pairs ? c ^ 1 : low ? c + half : c - half, r = p.pairs ? c >> 1 : low ? c : o;
+            const float u = src[o] * factor(o); /* read again: cheaper than moving it between lanes */
+            x[j] = low ? x[j] * cosine(r) - u * sine(r) : u * sine(r) + x[j] * cosine(r);
+        }
+        if (last) x[j] *= w[c];
     }
 }
 
@@ -9832,6 +9837,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.latent = shape.kv_lora;
     p.eps = m->rms_eps;
     p.v_norm = shape.v_norm;
+    p.norm_last = shape.norm_last;
     p.temp_scale = shape.temp_scale;
     p.temp_length = shape.temp_length;
     p.q_rope = c->q_absorbed;

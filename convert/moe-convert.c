@@ -895,6 +895,7 @@ static struct checkpoint {
     bool tied;                       /* the output matrix is the embedding */
     bool zero_centered;              /* norms are stored less 1 */
     size_t n_vocab;                  /* tokens */
+    int64_t context;                 /* tokens of the context; 0: as config.json says */
 
     int n_layer, n_mtp;  /* layers, and layers for multi-token prediction after them: together the blocks */
     const char *mtp_key; /* how many of the latter there are; NULL: none */
@@ -967,6 +968,7 @@ static struct checkpoint {
     bool window_rope;          /* layers with a window have another rotation */
     const char *window_theta;  /* its base; NULL: as rope_theta's */
     bool sections;             /* GGUF files have the shares of time, height and width */
+    bool stretched;            /* the base may be stretched by a factor alpha */
     bool proportional;         /* of all pairs of a head those after a share are not rotated, by rope_freqs.weight */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
@@ -986,6 +988,7 @@ static const char *either(const char *name, const char *other) {
 /* Returns max_position_embeddings, MAX_TRAINED where that is more. */
 static int64_t context_length(void) {
     const char *key = either("max_position_embeddings", "model_max_length");
+    if (src.context) return src.context;
     expect(src.cfg, key, json_is_number(get(src.cfg, key)) && json_number_value(get(src.cfg, key)) >= 1,
            fmt("an integer from 1 to %d", MAX_TRAINED));
     return get_limit(src.cfg, key, MAX_TRAINED, REQUIRED);
@@ -2048,6 +2051,9 @@ static struct doc rope_doc(bool windowed) {
 
 static const char *rope_type(struct doc r) { return get_str(r, "rope_type", get_str(r, "type", "default")); }
 
+/* Whether the base is stretched by alpha: releases of Hunyuan-A13B call it dynamic. */
+static bool is_stretched(struct doc r) { return src.stretched && !strcmp(rope_type(r), "dynamic") && get(r, "alpha"); }
+
 /* Refuses a list that ends before the last layer. Those for multi-token prediction may follow it. */
 static void check_per_layer(const char *key, const json_t *list) {
     expect(src.cfg, key, json_array_size(list) >= (size_t)src.n_layer,
@@ -2250,6 +2256,21 @@ static void check_fixed(struct doc d, const char *list) {
         else if (truth || !strcmp(value, "false")) expect(d, key, get_bool(d, key, truth) == truth, value);
         else if (word) expect(d, key, !strcmp(get_str(d, key, value), value), fmt("\"%s\"", value));
         else expect(d, key, get_num(d, key, atof(value)) == atof(value), value);
+    }
+}
+
+/* Makes a number of each list of numbers by layer, which have to be the same. keys: words. */
+static void config_level(const char *keys) {
+    char key[64];
+    for (int n = 0; sscanf(keys, " %63s%n", key, &n) == 1; keys += n) {
+        json_t *v, *list = get(src.cfg, key);
+        size_t i;
+        if (!json_is_array(list)) continue;
+        json_array_foreach(list, i, v)
+            expect(src.cfg, key, json_is_integer(v) && json_equal(v, json_array_get(list, 0)),
+                   "the same whole number for all layers");
+        expect(src.cfg, key, json_array_size(list) >= (size_t)src.n_layer, fmt("%d numbers", src.n_layer));
+        json_object_set(src.cfg.obj, key, json_array_get(list, 0));
     }
 }
 
@@ -2786,6 +2807,22 @@ static void config_dots1(void) {
            kinds || !get(c, "sliding_window") || get_int(c, "max_window_layers", 0, INT32_MAX, 62) >= src.n_layer,
            fmt("at least %d (GGUF files of dots1 cannot have windows)", src.n_layer));
 }
+
+/* Reads the keys of Hunyuan-A13B. The alpha of its releases makes a context of 256K tokens, whatever
+ * max_position_embeddings says, as in llama.cpp. */
+static void config_hunyuan(void) {
+    const struct doc c = src.cfg, r = rope_doc(false);
+    src.width_key = either("moe_intermediate_size", "intermediate_size");
+    src.shared_count = get(c, "num_shared_expert") ? "num_shared_expert" : NULL;
+    if (src.shared_count) src.n_shared = (int)get_int(c, src.shared_count, 1, 64, REQUIRED);
+    if (is_stretched(r) && get_num(r, "alpha", NAN) == 1000) src.context = 256 << 10;
+}
+
+static const struct renaming hunyuan_names[] = {{"self_attn.q_norm", "self_attn.query_layernorm", EVERYWHERE},
+                                                {"self_attn.k_norm", "self_attn.key_layernorm", EVERYWHERE},
+                                                {"mlp.gate", "mlp.gate.wg", EVERYWHERE},
+                                                {"mlp.shared_experts", "mlp.shared_mlp", EVERYWHERE},
+                                                {NULL, NULL, EVERYWHERE}};
 
 static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", EVERYWHERE},
                                             {"mlp.gate", "mlp.router.gate", EVERYWHERE},
@@ -3543,6 +3580,7 @@ static const struct release {
     const char *(*kinds)(void); /* what src.kinds is; NULL: it is NULL */
     void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
     const char *act;      /* another name of hidden_act; NULL: there is none */
+    const char *level;    /* keys whose lists have one value, see config_level; NULL: there are none */
     const char *fixed;    /* keys that have one value, see check_fixed; NULL: there are none */
     struct checkpoint src; /* what all releases have in common; of what is 0 config_read has the default */
 } releases[] = {
@@ -3603,6 +3641,13 @@ static const struct release {
              .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
              .n_shared = 1, .mtp_key = "num_nextn_predict_layers", .router_bias = "exp_probs_b",
              .norm_topk_prob = true, .scaling_factor = "router_scaling_factor"}},
+    {.type = "hunyuan_v1_moe", .config = config_hunyuan, .level = "moe_topk moe_intermediate_size num_shared_expert",
+     .fixed = "use_qk_norm true use_cla false use_mla false use_mixed_mlp_moe true norm_topk_prob true mlp_bias false "
+              "moe_layer_num_skipped 0 routed_scaling_factor 1 group_limited_greedy false",
+     .src = {.arch = "hunyuan-moe", .renaming = hunyuan_names, .is_dense = is_dense_never, .top_k_key = "moe_topk",
+             .experts_key = "num_experts", .shared_key = "intermediate_size", .n_shared = 1, .shared_width = true,
+             .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .rope_theta = 10000, .stretched = true,
+             .eps = 1e-5}},
     {.type = "gpt_oss", .fixed = "attention_bias true swiglu_limit 7 swiglu_alpha 1.702",
      .src = {.arch = "gpt-oss", .renaming = gpt_oss_names, .is_dense = is_dense_never,
              .is_windowed = is_windowed_typed, .alternate = true, .tell_window = true,
@@ -3776,6 +3821,7 @@ static void config_read(void) {
     src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16,
                                src.kinds ? (int64_t)strlen(src.kinds) : REQUIRED);
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
+    if (r->level) config_level(r->level);
     if (src.experts_if && !get_bool(src.cfg, src.experts_if, false)) src.experts_key = NULL;
     if (src.experts_key) src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
@@ -4971,6 +5017,7 @@ static void note_rope(void) {
                         llama3           ? " low_freq_factor high_freq_factor"
                         : src.mtp_beside ? " mrope_section mrope_interleaved"
                         : src.tempered   ? " llama_4_scaling_beta max_position_embeddings"
+                        : src.stretched  ? " alpha"
                                          : ""));
     if (r.in && !strcmp(r.in, "rope_scaling") && get(c, "rope_parameters"))
         err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
@@ -5017,6 +5064,15 @@ static void put_two_rotations(void) {
     put_yarn(r, NAN);
 }
 
+/* Returns the base that alpha makes of theta, so that the slowest pair turns alpha times as slowly: transformers has the
+ * formula in modeling_hunyuan_v1_moe.py. */
+static double stretched_base(struct doc r, double theta) {
+    const double alpha = get_num(r, "alpha", NAN), n = (double)head_k();
+    expect(r, "alpha", alpha > 0 && n > 2, "a number above 0");
+    check_fixed(r, "factor 1 mscale 1 mscale_all_dim 1");
+    return theta * pow(alpha, n / (n - 2));
+}
+
 /* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
  * with MLA scales the softmax by mscale_all_dim. cos and sin stay unscaled only if mscale is the same number; anything
  * else is an error. */
@@ -5031,11 +5087,13 @@ static void put_rope(void) {
     }
     if (src.no_rope) return;
     struct doc in;
-    const double theta = rope_base(r, false, src.rope_theta, &in);
+    double theta = rope_base(r, false, src.rope_theta, &in);
+    if (is_stretched(r)) theta = stretched_base(r, theta);
     kv_num(in, "rope_theta", theta, "rope.freq_base");
     const char *type = rope_type(r);
     put_rotated(r);
     put_window_base();
+    if (is_stretched(r)) return;
     if (src.window_rope && src.window && !one_of(type, "default none") && get(src.cfg, "yarn_only_types"))
         expect(src.cfg, "yarn_only_types", !strcmp(json_show(get(src.cfg, "yarn_only_types")), only), only);
     if (one_of(type, "default none") || llama3) return;
@@ -6178,10 +6236,10 @@ static const struct manual manual = {
              "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
-             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text,\n"
-             "qwen3, qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32,\n"
-             "deepseek_v4, deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3,\n"
-             "glm4_moe, glm4_moe_lite, glm_moe_dsa, glm4, dots1, gpt_oss, minimax_m2,\n"
+             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
+             "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
+             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, gpt_oss, minimax_m2,\n"
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
              "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
              "ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear,\n"

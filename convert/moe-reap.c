@@ -960,6 +960,7 @@ static struct parsed_name name_parse(const char *name) {
     p += strlen(stems[k]);
     if (begins_with_word(p, routers) && !ends_with(p, "tid2eid") && strcmp(p, "router.scale")) r.role = ROUTER;
     if (!strcmp(stems[k], "moe.") && begins_with_word(p, "gate_proj up_proj down_proj")) r.role = STACK;
+    if (!strcmp(stems[k], "block_sparse_moe.") && begins_with_word(p, "input_linear output_linear")) r.role = STACK;
     if (!starts_with(p, "experts.")) return r;
     r.expert = digits(p + 8, &n);
     if (r.expert < 0 || (p[8 + n] && p[8 + n] != '.')) r.role = STACK;
@@ -998,8 +999,8 @@ static struct doc hf_config, hf_text, hf_quant,
  * with a number for every layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config
  * are. */
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
-static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token",
-                                         "top_k_experts"};
+static const char *const top_k_keys[] = {"num_experts_per_tok",   "moe_k",         "moe_top_k",
+                                         "num_experts_per_token", "top_k_experts", "moe_topk"};
 static const char *const group_keys[] = {"n_group", "num_expert_group"};
 static const char sparsity_key[] = "moe_sparsity_config", layers_key[] = "per_layer_num_experts";
 
@@ -1016,6 +1017,19 @@ static const char *hf_key_of(const char *const *keys, size_t n) {
     return keys[n];
 }
 
+/* Returns how many experts a token has: a number, or a list of it for each layer. */
+static int hf_top_k(void) {
+    const char *key = hf_key_of(top_k_keys, COUNT(top_k_keys));
+    const struct doc d = hf_doc_of(key);
+    json_t *v, *list = get(d, key);
+    size_t i;
+    if (!json_is_array(list)) return hf_int(key, 1, MAX_EXPERTS, REQUIRED);
+    const int64_t n = json_element(list, 0);
+    json_array_foreach(list, i, v)
+        expect(d, key, n >= 1 && n <= MAX_EXPERTS && json_element(list, i) == n, "the same number for all layers");
+    return (int)n;
+}
+
 /* Finds the layers by their routers and hashes those of the trunk. A hash-routed layer also has a table from token ids
  * to experts. */
 static void hf_read_layers(void) {
@@ -1024,8 +1038,10 @@ static void hf_read_layers(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         struct parsed_name p = name_parse(t->name);
-        bool router = p.role == ROUTER && (ends_with(p.rest, ".gate.weight") || ends_with(p.rest, ".router.weight") ||
-                                           !strcmp(p.rest, "router.proj.weight"));
+        bool router =
+            p.role == ROUTER && (ends_with(p.rest, ".gate.weight") || ends_with(p.rest, ".router.weight") ||
+                                 ends_with(p.rest, ".gate.wg.weight") || ends_with(p.rest, ".router.layer.weight") ||
+                                 !strcmp(p.rest, "router.proj.weight"));
         bool table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers))
@@ -1231,7 +1247,7 @@ static void hf_read(const char *path) {
     if (opts.mtp == MTP_DROP) may_lack = is_dropped;
     source_open();
     hf_index = source_index;
-    m.top_k = hf_int(hf_key_of(top_k_keys, COUNT(top_k_keys)), 1, MAX_EXPERTS, REQUIRED);
+    m.top_k = hf_top_k();
     m.n_group = hf_int(hf_key_of(group_keys, COUNT(group_keys)), 1, MAX_EXPERTS, 1);
     m.n_group_used = m.n_group == 1 ? 1 : hf_int("topk_group", 1, m.n_group, m.n_group);
     m.router_hash = HASH_START;

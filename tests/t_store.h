@@ -76,6 +76,7 @@ static void test_store_bits(void) {
                                         "qwen3moe_reap",
                                         "dots1",
                                         "mixtral",
+                                        "hunyuan_v1_moe",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

@@ -480,13 +480,13 @@ def rules(config, layer):
     kind = config["model_type"]
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
-                    "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash"):
+                    "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe"):
         return None
     windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
     r = dict(head=head, turned=head, rope=rope,
-             pairs=False, norm=None, window=config["sliding_window"] if windowed else None, sinks=None, gate=None,
+             pairs=False, norm=None, norms=("q_norm", "k_norm"), norm_last=False, window=config["sliding_window"] if windowed else None, sinks=None, gate=None,
              at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
@@ -497,6 +497,12 @@ def rules(config, layer):
     if kind == "glm4":
         part = r["rope"].get("partial_rotary_factor") or config["partial_rotary_factor"]
         r |= dict(pairs=True, turned=int(head * part), after=("post_self_attn_layernorm", "post_mlp_layernorm"))
+    if kind == "hunyuan_v1_moe":
+        k = config["moe_topk"]
+        rope |= config.get("rope_parameters", {})
+        rope["rope_theta"] *= rope["alpha"] ** (head / (head - 2))
+        r |= dict(rope=rope, norm="head", norms=("query_layernorm", "key_layernorm"), norm_last=True, router="gate.wg",
+                  k=k[0] if isinstance(k, list) else k, shared="mlp.shared_mlp.")
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
                   activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
@@ -574,12 +580,13 @@ def attention(W, config, r, x, p):
     each of its values."""
     n, d, half = len(x), r["head"], r["turned"] // 2
     q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
+    normed = lambda *both: (norm(W, config, t, f"{p}{name}.weight") for t, name in zip(both, r["norms"]))
     if r["norm"] == "row":
-        q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
+        q, k = normed(q, k)
     q, k = q.reshape(n, -1, d), k.reshape(n, -1, d)
     v = v.reshape(n, k.shape[1], -1) * r["value_scale"]
-    if r["norm"] == "head":
-        q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
+    if r["norm"] == "head" and not r["norm_last"]:
+        q, k = normed(q, k)
     cos, sin, _ = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
     cos, sin = cos[:, None], sin[:, None]
 
@@ -593,7 +600,10 @@ def attention(W, config, r, x, p):
 
     sinks = W.get(p + r["sinks"]) if r["sinks"] else None
     chosen = best_blocks(W, config, r, x, p) if r["indexed"] else None
-    y = attend(turn(q) * temperature(r["rope"], n), turn(k), v, d ** -0.5, r["window"], sinks, chosen)
+    q, k = turn(q), turn(k)
+    if r["norm_last"]:
+        q, k = normed(q, k)
+    y = attend(q * temperature(r["rope"], n), k, v, d ** -0.5, r["window"], sinks, chosen)
     return linear(W, gated(W, r, x, y, p), p + "o_proj")
 
 

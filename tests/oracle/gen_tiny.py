@@ -213,6 +213,24 @@ def dots1(**changes):
             "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
 
 
+def hunyuan(alpha, **changes):
+    """config.json in the words of the Hunyuan-A13B releases, with lists of one number for all layers."""
+    config = {"architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 64,
+              "cla_share_factor": 2, "dtype": "bfloat16", "eod_token_id": EOT, "eos_token_id": IM_END,
+              "group_limited_greedy": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 64,
+              "intermediate_size": 64, "max_position_embeddings": 4096, "mlp_bias": False, "model_type": "hunyuan_v1_moe",
+              "moe_layer_num_skipped": 0, "norm_topk_prob": True, "norm_type": "rms", "num_attention_heads": 4,
+              "num_experts": 8, "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": EOT,
+              "rms_norm_eps": 1e-5, "rope_scaling": {
+                  "alpha": alpha, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                  "type": "dynamic"},
+              "rope_theta": 10000.0, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "use_cla": False,
+              "use_mixed_mlp_moe": True, "use_qk_norm": True, "vocab_size": VOCAB, **changes}
+    layers = config["num_hidden_layers"]
+    return {**config, "moe_intermediate_size": [config["intermediate_size"]] * layers, "moe_topk": [3] * layers,
+            "num_shared_expert": [1] * layers}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -983,6 +1001,14 @@ SPECS = {
                               layer_types=["full_attention"] * 2, max_window_layers=2, sliding_window=4),
                         rope_type="default", rope_theta=1000000.0),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "hunyuan_v1_moe": dict(config=hunyuan(1000.0, num_hidden_layers=2, num_experts=5)),
+    "hunyuan_v1_moe_nvfp4": dict(
+        config={**{k: v for k, v in new_rope(
+            hunyuan(50.0, hidden_size=128, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, num_experts=4,
+                    head_dim=128, intermediate_size=128),
+            rope_type="dynamic", rope_theta=10000.0, alpha=50.0, factor=1.0).items()
+            if k not in ("moe_intermediate_size", "num_shared_expert", "attention_head_dim")}, "moe_topk": 2},
+        declare="modelopt", store=[(r"wg\.weight$", "f32"), (LINEAR, "nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1223,7 +1249,7 @@ def draw(fixture, name, shape, tied, centred):
             ".embeddings.weight", "word_embeddings.weight", "ngram_embedding.weight")):
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
-            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
             "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3, "input_mix_weight_down": 8,
             "input_mix_weight_up": 4, "block_inject_weight": 5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
@@ -2063,6 +2089,8 @@ def assert_rope(model, config):
         mscale = 0.1 * math.log(rope["factor"]) + 1
         cos_factor, score_factor = (1.0 if "mscale" in rope else mscale), (mscale**2 if mla else 1.0)
         assert 0 < ramp.sum() < dim // 2, "YaRN neither keeps nor stretches everything"
+    if "alpha" in rope:
+        inv = (theta * rope["alpha"] ** (dim / (dim - 2))) ** (-2 * i / dim)
     if rope.get("rope_type") == "llama3":
         turns = inv * rope["original_max_position_embeddings"] / (2 * math.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -2108,7 +2136,9 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
     one of logits."""
-    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k", "top_k_experts") if name in config)
+    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k", "top_k_experts", "moe_topk")
+             if name in config)
+    k = k[0] if isinstance(k, list) else k
     gap = torch.full((len(logits),), math.inf)
     if config["model_type"] in ("gpt_oss", "gemma4_text"):  # Gemma 4's router gives the softmax
         score = logits
