@@ -1895,6 +1895,10 @@ static const struct key_rule key_rules[] = {
     {"attention.value_length_swa",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
     {"attention.shared_kv_layers",           KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* above 0: refused */
     {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"attention.scale",                      KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: key_length^-0.5 */
+    {"embedding_scale",                      KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"residual_scale",                       KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"logit_scale",                          KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED}, /* logits are divided by it */
     {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
     {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
@@ -4106,8 +4110,10 @@ struct loader {
     bool chooses[MAX_LAYERS];
     /* who finds the blocks that later choices are limited to, how many, and their keys; candidates 0: nobody */
     int candidate_layer, candidates, candidate_block;
-    int n_expert_ids;  /* the first layers that find experts by token ids */
-    float value_scale; /* factor of values; 0: 1; then by layer: */
+    int n_expert_ids;     /* the first layers that find experts by token ids */
+    float value_scale;    /* factor of values; 0: 1 */
+    float residual_scale; /* factor of what a half of a layer gives; 0: 1 */
+    float logit_scale;    /* logits are divided by it; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
     int n_ff[MAX_LAYERS]; /* feed_forward_length where layers may lack a feed-forward: 0, they do */
     int n_latent;
@@ -4746,7 +4752,7 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
  * Gemma 4.
  * ============================================================================================================ */
 
@@ -4800,6 +4806,17 @@ static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
 static void read_llama(struct loader *l) {
     l->rope_pairs = l->rope_factors = true;
     read_gqa(l);
+}
+
+/* Reads the metadata of Granite's mixtures, which have factors of the embedding, of the scores of attention, of what halves
+ * of layers give, and of the logits. */
+static void read_granite(struct loader *l) {
+    read_llama(l);
+    const float scale = loader_num(l, "attention.scale");
+    if (scale > 0) l->attn.scale = scale;
+    l->m->embd_scale = loader_num(l, "embedding_scale");
+    l->residual_scale = loader_num(l, "residual_scale");
+    l->logit_scale = loader_num(l, "logit_scale");
 }
 
 /* Reads the metadata of Mistral 3, whose queries grow with their position. */
@@ -6067,6 +6084,8 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true,
      .read = read_llama,    .layer = layer_attn},
+    {.arch = "granitemoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_granite,  .layer = layer_attn},
     {.arch = "mistral3", .dense = true, .read = read_mistral3, .layer = layer_attn},
     {.arch = "qwen2", .dense = true, .read = read_gqa, .layer = layer_attn},
     {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
@@ -6341,11 +6360,18 @@ static void loader_hc(struct loader *l) {
     hc->scale = loader_vector(l, "output_hc_scale.weight", 1, 1, false);
 }
 
-/* Changes the sign of a vector of n values. */
-static void loader_negate(struct loader *l, const float **v, int n) {
+/* Divides a vector of n values. */
+static void loader_divide(struct loader *l, const float **v, int n, float by) {
     float *to = l->failed ? NULL : loader_own(l, (size_t)n * sizeof *to);
-    for (int i = 0; to && i < n; i++) to[i] = -(*v)[i];
+    for (int i = 0; to && i < n; i++) to[i] = (*v)[i] / by;
     if (to) *v = to;
+}
+
+/* Multiplies a matrix, or each one of a stack, by a factor of its results. */
+static void loader_factor(struct loader *l, struct weight *w, float factor) {
+    float *scale = l->failed || !w->data ? NULL : loader_own(l, (size_t)w->n_expert * sizeof *scale);
+    for (int e = 0; scale && e < w->n_expert; e++) scale[e] = factor * (w->scale ? w->scale[e] : 1.0f);
+    if (scale) w->scale = scale;
 }
 
 /* Reads the ids by which tokens are hashed. */
@@ -6435,14 +6461,6 @@ static void loader_ngrams(struct loader *l) {
     }
 }
 
-/* Multiplies the weights of the router's norm by n_embd^-0.5, the factor of what a router reads there. */
-static void loader_router_norm(struct loader *l, struct layer *layer) {
-    const int n = l->m->n_embd;
-    float *to = l->failed ? NULL : loader_own(l, (size_t)n * sizeof *to);
-    for (int i = 0; to && i < n; i++) to[i] = layer->router_norm[i] / sqrtf((float)n);
-    if (to) layer->router_norm = to;
-}
-
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     layer->block = il;
@@ -6453,17 +6471,15 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     loader_fused(l, layer, il);
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule && !l->failed; rule = rule_next(rule, layer))
         loader_rule(l, rule, layer, il);
-    if (l->value_scale && layer->wv.data) { /* as a factor of the matrix */
-        float *scale = loader_own(l, sizeof *scale);
-        *scale = l->value_scale * (layer->wv.scale ? layer->wv.scale[0] : 1.0f);
-        layer->wv.scale = scale;
-    }
+    if (l->value_scale > 0) loader_factor(l, &layer->wv, l->value_scale);
+    struct weight *const results[] = {&layer->wo, &layer->down, &layer->sh_down};
+    for (int i = 0; i < 3 && l->residual_scale > 0; i++) loader_factor(l, results[i], l->residual_scale);
     bool chosen = layer->attn.n_index;
     for (int before = 0; before < il; before++) chosen |= l->m->layers[before].attn.n_index > 0;
     if (layer->attn.top_k && !chosen)
         loader_fail(l, "layer %d has no indexer, expected tensor 'blk.%d.indexer.attn_k.weight'", il, il);
-    if (layer->router_norm) loader_router_norm(l, layer);
-    if (layer->delta.flat_decay && layer->delta.bound < 0) loader_negate(l, &layer->decay, layer->delta.n_value);
+    if (layer->router_norm) loader_divide(l, &layer->router_norm, l->m->n_embd, sqrtf((float)l->m->n_embd));
+    if (layer->delta.flat_decay && layer->delta.bound < 0) loader_divide(l, &layer->decay, layer->delta.n_value, -1);
     if (layer->router_bias && l->m->gating != GATING_SIGMOID && l->m->gating != GATING_SQRT_SOFTPLUS &&
         !l->m->family->softmax_bias)
         loader_fail(l,
@@ -6647,6 +6663,7 @@ static int model_tensors(struct model *m, char *err) {
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
     if (!m->hc_low) m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
+    if (l.logit_scale > 0) loader_divide(&l, &m->output_norm, m->n_embd, l.logit_scale);
     if (m->n_hc && family_reads_last(m->family)) loader_hc(&l);
     if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
     if (m->n_res) m->embd_norm = loader_vector(&l, "token_embd_norm.weight", m->n_embd, 1, false);
@@ -7229,6 +7246,11 @@ static const struct synth synths[] = {
      "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
      "expert_feed_forward_length=3072 expert_shared_count=1 vocab_size=128167 "
      "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=11158840"},
+    {"granite-3.1-1b-a400m", "granitemoe", .keys =
+     "context_length=131072 embedding_length=1024 block_count=24 attention.head_count=16 attention.head_count_kv=8 "
+     "attention.key_length=64 attention.value_length=64 attention.scale=0.015625 embedding_scale=12 "
+     "residual_scale=0.22 logit_scale=6 expert_count=32 expert_used_count=8 expert_feed_forward_length=512 "
+     "vocab_size=49155 rope.freq_base=1500000"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -24100,11 +24122,11 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
-                                    "hunyuan-a13b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
-                                    "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
-                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b,\n"
-                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+                                    "hunyuan-a13b, granite-3.1-1b-a400m, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
+                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
                                     "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"

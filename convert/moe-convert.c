@@ -1393,12 +1393,26 @@ static enum stacking stacking_of(const struct tensor_rule *r) {
     return r->n == DIM_EXPERTS ? EXPERTS : ffn ? DENSE_FFN : SINGLE;
 }
 
+/* Returns gate (k 0) or up of a shared expert that has both as one matrix, the rows of gate first. NULL: it has not. */
+static struct piece *half_pieces(const struct tensor_rule *r, int layer, size_t k) {
+    const char *both = hf_name(layer, "mlp.shared_experts.gate_up_proj");
+    const size_t rows = dim_of(r->out), cols = dim_of(r->in);
+    if (r->out != DIM_SHARED || !has_linear(both)) return NULL;
+    struct piece *p = NULL, one = {.lin = resolve_linear(both), .row = k * rows, .rows = rows};
+    if (one.lin.rows != 2 * rows || one.lin.cols != cols)
+        die("%s: expected [%zu, %zu] (2 %s, %s), found %s", where(one.lin.w), 2 * rows, cols, dim_name(r->out),
+            dim_name(r->in), shape_text(one.lin.w));
+    arrput(p, one);
+    return p;
+}
+
 /* Gate and up, whose rows are r and the one after it. */
 static void plan_gate_up(const struct tensor_rule *r, int layer) {
     struct piece *p[2];
-    for (int k = 0; k < 2; k++)
-        p[k] = r->n == DIM_EXPERTS ? expert_pieces(&r[k], layer)
-                                   : matrix_pieces(resolve_linear(hf_name(layer, r[k].hf)), r[k].out, r[k].in);
+    for (int k = 0; k < 2; k++) {
+        p[k] = r->n == DIM_EXPERTS ? expert_pieces(&r[k], layer) : half_pieces(&r[k], layer, (size_t)k);
+        if (!p[k]) p[k] = matrix_pieces(resolve_linear(hf_name(layer, r[k].hf)), r[k].out, r[k].in);
+    }
     const char *const base[2] = {fmt("blk.%d.%s", layer, r[0].name), fmt("blk.%d.%s", layer, r[1].name)};
     plan_pair(base, p, stacking_of(r));
 }
@@ -2903,6 +2917,32 @@ static void config_qwen2_moe(void) {
     struct doc c = src.cfg;
     src.qkv_bias = get_bool(c, "qkv_bias", true);
 }
+/* Reads the keys of Granite's mixtures. */
+static void config_granite(void) {
+    src.n_shared = get_int(src.cfg, "shared_intermediate_size", 0, MAX_WIDTH, 0) > 0;
+    if (!src.n_shared) src.shared_key = NULL;
+}
+
+/* Writes the factors of Granite's mixtures. */
+static void put_granite(void) {
+    static const char *const names[][2] = {{"attention_multiplier", "attention.scale"},
+                                           {"embedding_multiplier", "embedding_scale"},
+                                           {"residual_multiplier", "residual_scale"},
+                                           {"logits_scaling", "logit_scale"}};
+    for (size_t i = 0; i < COUNT(names); i++) {
+        const double v = get_num(src.cfg, names[i][0], 1);
+        expect(src.cfg, names[i][0], v > 0, "a number above 0");
+        kv_num(src.cfg, names[i][0], v, names[i][1]);
+    }
+}
+
+static const struct renaming granite_names[] = {
+    {"mlp.experts.gate_up_proj", "block_sparse_moe.input_linear", EVERYWHERE},
+    {"mlp.experts.down_proj", "block_sparse_moe.output_linear", EVERYWHERE},
+    {"mlp.gate", "block_sparse_moe.router.layer", EVERYWHERE},
+    {"mlp.shared_experts.gate_up_proj", "shared_mlp.input_linear", EVERYWHERE},
+    {"mlp.shared_experts.down_proj", "shared_mlp.output_linear", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
 static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                       {NULL, NULL, EVERYWHERE}};
 
@@ -3567,6 +3607,12 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
     .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .eps_key = "layernorm_epsilon",       \
     .eps = 1e-5, .put = put_mimo
 
+#define GRANITE                                                                                                \
+    .arch = "granitemoe", .renaming = granite_names, .is_dense = is_dense_never,                               \
+    .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",      \
+    .shared_key = "shared_intermediate_size", .shared_width = true, .kv_optional = true, .norm_key = "",       \
+    .norm_topk_prob = true, .pairs = true, .rope_theta = 10000, .put = put_granite
+
 #define INKLING                                                                                                \
     .arch = "inkling2", .renaming = inkling2_names, .mixer = MIXER_REL, .is_windowed = is_windowed_inkling,    \
     .is_dense = is_dense_never, .experts_key = "n_routed_experts", .interleaved = true, .by_rows = true,       \
@@ -3685,6 +3731,10 @@ static const struct release {
              .norm_key = "", .norm_topk_prob = true, .list_kv = true, .window_rope = true, .partial = true,
              .proportional = true,
              .rope_theta = 1e6, .put = put_gemma4}},
+    {.type = "granitemoe", .config = config_granite,
+     .src = {GRANITE}},
+    {.type = "granitemoeshared", .config = config_granite,
+     .src = {GRANITE}},
     {.type = "olmoe", .fixed = "clip_qkv none",
      .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
@@ -3760,6 +3810,7 @@ static const struct release {
 #undef QWEN_DELTA_EXPERTS
 #undef MINIMAX_M3
 #undef MIMO
+#undef GRANITE
 #undef INKLING
 /* clang-format on */
 
@@ -6239,12 +6290,12 @@ static const struct manual manual = {
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
              "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, gpt_oss, minimax_m2,\n"
-             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
-             "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
-             "ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear,\n"
-             "bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
-             "inkling2_loop_text, nemotron_h.\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, granitemoe,\n"
+             "granitemoeshared, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
+             "minimax_m3, mixtral, llama, mistral, mistral3, ministral3, mistral4, gemma4,\n"
+             "gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2,\n"
+             "inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -77,6 +77,7 @@ static void test_store_bits(void) {
                                         "dots1",
                                         "mixtral",
                                         "hunyuan_v1_moe",
+                                        "granitemoe",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

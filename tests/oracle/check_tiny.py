@@ -480,7 +480,8 @@ def rules(config, layer):
     kind = config["model_type"]
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
-                    "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe"):
+                    "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
+                    "granitemoeshared"):
         return None
     windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -490,7 +491,7 @@ def rules(config, layer):
              at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
-             activation=swiglu, shared_activation=swiglu, after=None)
+             activation=swiglu, shared_activation=swiglu, after=None, scaling=head ** -0.5, residual=1)
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
@@ -503,6 +504,11 @@ def rules(config, layer):
         rope["rope_theta"] *= rope["alpha"] ** (head / (head - 2))
         r |= dict(rope=rope, norm="head", norms=("query_layernorm", "key_layernorm"), norm_last=True, router="gate.wg",
                   k=k[0] if isinstance(k, list) else k, shared="mlp.shared_mlp.")
+    if kind in ("granitemoe", "granitemoeshared"):
+        r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
+                  score="chosen", names="linear", scaling=config["attention_multiplier"],
+                  residual=config["residual_multiplier"],
+                  shared="shared_mlp." if config.get("shared_intermediate_size") else None)
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
                   activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
@@ -603,7 +609,7 @@ def attention(W, config, r, x, p):
     q, k = turn(q), turn(k)
     if r["norm_last"]:
         q, k = normed(q, k)
-    y = attend(q * temperature(r["rope"], n), k, v, d ** -0.5, r["window"], sinks, chosen)
+    y = attend(q * temperature(r["rope"], n), k, v, r["scaling"], r["window"], sinks, chosen)
     return linear(W, gated(W, r, x, y, p), p + "o_proj")
 
 
@@ -628,6 +634,9 @@ def choose(W, r, x, p):
 
 def expert_parts(W, r, p, e):
     """Gate, up and down [out, in] of an expert, and the three biases or zeros."""
+    if r["names"] == "linear":
+        gate, up = np.split(W.get(p + "input_linear.weight")[e], 2)
+        return gate, up, W.get(p + "output_linear.weight")[e], 0, 0, 0
     if r["names"] == "stacked":
         return *(W.get(f"{p}{name}_proj.weight")[e] for name in ("gate", "up", "down")), 0, 0, 0
     if r["names"]:
@@ -658,7 +667,9 @@ def feed_forward(W, r, x, p):
 
 
 def ffn(W, x, p, activation=swiglu, names=("gate_proj", "up_proj", "down_proj")):
-    if W.has(p + "gate_up_proj.weight"):
+    if any(n.startswith(p + "input_linear.") for n in W.raw):
+        gate, up, down = *np.split(W.get(p + "input_linear.weight"), 2), W.get(p + "output_linear.weight")
+    elif W.has(p + "gate_up_proj.weight"):
         gate, up, down = *np.split(W.get(p + "gate_up_proj.weight"), 2), W.get(p + "down_proj.weight")
     else:
         gate, up, down = (W.get(f"{p}{c}.weight") for c in names)
@@ -1387,7 +1398,7 @@ def norm(W, config, x, name):
 def block(W, config, x, p, layer):
     """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, all of a kind."""
     if r := rules(config, layer):
-        after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y
+        after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y * r["residual"]
         x = x + after(attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn."), 0)
         before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
         return x + after(feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p), 1)
@@ -1511,7 +1522,7 @@ def head(W, config):
 
 def last_rows(W, config, ids):
     """The rows before the final norm."""
-    x = W.get(embedding(W))[ids]
+    x = W.get(embedding(W))[ids] * config.get("embedding_multiplier", 1)
     for layer in range(config["num_hidden_layers"]):
         x = block(W, config, x, f"{prefix(W)}layers.{layer}.", layer)
     return x
@@ -1592,7 +1603,7 @@ def check(folder):
         config.setdefault("num_hidden_layers", len(nemotron_kinds(config)))
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
-    logits = hidden @ head(W, config).T
+    logits = hidden @ head(W, config).T / config.get("logits_scaling", 1)
     if config.get("final_logit_softcapping"):
         logits = np.tanh(logits / config["final_logit_softcapping"]) * config["final_logit_softcapping"]
     errors = [nmse(logits, folder / "logits.f32")]

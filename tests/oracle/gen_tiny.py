@@ -231,6 +231,17 @@ def hunyuan(alpha, **changes):
             "num_shared_expert": [1] * layers}
 
 
+def granite(shared, **changes):
+    """config.json in the words of Granite's mixtures.  shared: the width of the shared expert; None: there is none."""
+    own = {"model_type": "granitemoe"} if shared is None else {
+        "model_type": "granitemoeshared", "shared_intermediate_size": shared}
+    kind = "GraniteMoeForCausalLM" if shared is None else "GraniteMoeSharedForCausalLM"
+    return {"architectures": [kind], "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 6,
+            "num_experts_per_tok": 2, "attention_multiplier": 0.09375, "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7, "logits_scaling": 1.5, "rope_theta": 1500000.0, **COMMON, **own, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -735,6 +746,7 @@ def text_config(config):
     return {**text, **{other: text[k] for k, other in ALIASES.items() if k in text}}
 
 
+GRANITE = [(r"\.router\.weight", ".router.layer.weight")]
 W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."),
         (r"\.down_proj\.", ".w2.")]
 STEP = [(r"^model\.language_model\.", "model."), (r"\.mlp\.gate\.weight", ".moe.gate.weight"),
@@ -751,7 +763,7 @@ V4 = [(r"\.input_layernorm", ".attn_norm"), (r"\.post_attention_layernorm", ".ff
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
-    "minimax_m2": W123, "mixtral": W123,
+    "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
     "minimax_m3_vl": [
         (r"^lm_head", "language_model.lm_head"), (r"^model\.language_model\.", "language_model.model."),
         (r"\.self_attn\.indexer\.", ".self_attn.index_"), (r"\.mlp\.gate\.e_score", ".block_sparse_moe.e_score"),
@@ -840,6 +852,8 @@ GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
 DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
 
+GRANITE_STACKS = r"model\.", ".input_linear.weight", ".output_linear.weight"
+
 # name -> config and
 #   store    the first regular expression found in a tensor's name decides its storage; none: BF16
 #   declare  how config.json and hf_quant_config.json announce the quantisation
@@ -852,7 +866,8 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   mtp      the tensors of one multi-token-prediction layer under Qwen's names
 #   mtp_draw which draw of these tensors: with that one no choice of the layer is close for the prompt of the trunk
 #   tables   False: the MTP layer has no embeddings and no head of its own
-#   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
+#   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"; or the pattern
+#            and two other names in place of these
 #   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
 #   loud     the tensors whose names match are drawn three times as large, so that limits clip some values
 #   common   the embeddings have so much of one vector in common; some scores of an indexer are then negative throughout
@@ -1009,6 +1024,16 @@ SPECS = {
             rope_type="dynamic", rope_theta=10000.0, alpha=50.0, factor=1.0).items()
             if k not in ("moe_intermediate_size", "num_shared_expert", "attention_head_dim")}, "moe_topk": 2},
         declare="modelopt", store=[(r"wg\.weight$", "f32"), (LINEAR, "nvfp4")]),
+    "granitemoe": dict(
+        config=granite(None, tie_word_embeddings=True, embedding_multiplier=1.25, residual_multiplier=1.5),
+        fused=GRANITE_STACKS),
+    "granitemoeshared_nvfp4": dict(
+        config=new_rope(granite(128, num_attention_heads=6, num_key_value_heads=2, num_local_experts=4, head_dim=64,
+                                attention_multiplier=0.1875, embedding_multiplier=2.0, residual_multiplier=0.5,
+                                logits_scaling=0.75, intermediate_size=128),
+                        rope_type="default", rope_theta=10000.0),
+        declare="compressed_tensors", fused=GRANITE_STACKS,
+        store=[(r"(self_attn|shared_mlp)\..*(_proj|_linear)\.weight$", "ct_nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1251,7 +1276,7 @@ def draw(fixture, name, shape, tied, centred):
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
             "conv1d": 1.5, "out_proj": 2, "router": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
             "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3, "input_mix_weight_down": 8,
-            "input_mix_weight_up": 4, "block_inject_weight": 5}
+            "input_linear": 1.5, "output_linear": 2, "layer": 2, "input_mix_weight_up": 4, "block_inject_weight": 5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -1380,16 +1405,17 @@ class Checkpoint:
         self.tensors[name.replace("weight", "scale")] = exponents.view(torch.float8_e8m0fnu)
         return exact
 
-    def fuse(self, pattern):
+    def fuse(self, pattern, both=".experts.gate_up_proj", down=".experts.down_proj"):
         """Stores the experts of a layer as releases in BF16 do: gate_up_proj [experts, 2 x width, hidden] and
         down_proj [experts, hidden, width]."""
         for name in [n for n in self.tensors if n.endswith(".experts.0.gate_proj.weight") and re.match(pattern, n)]:
             path = name.removesuffix(".0.gate_proj.weight")
             count = sum(n.startswith(path + ".") and n.endswith(".gate_proj.weight") for n in self.tensors)
             take = lambda i, part: self.tensors.pop(f"{path}.{i}.{part}_proj.weight")
-            self.tensors[path + ".gate_up_proj"] = torch.stack(
+            own = path.removesuffix(".experts")
+            self.tensors[own + both] = torch.stack(
                 [torch.cat([take(i, "gate"), take(i, "up")]) for i in range(count)])
-            self.tensors[path + ".down_proj"] = torch.stack([take(i, "down") for i in range(count)])
+            self.tensors[own + down] = torch.stack([take(i, "down") for i in range(count)])
 
     def stack(self, pattern, whole):
         """Stores what match `pattern` as one tensor, in the order of the numbers."""
@@ -2103,7 +2129,7 @@ def assert_rope(model, config):
     assert torch.allclose(rotary.inv_freq.double(), inv, rtol=1e-6), (rotary.inv_freq, inv)
     assert math.isclose(rotary.attention_scaling, cos_factor, rel_tol=1e-9)
     query = dim + config["qk_nope_head_dim"] if mla else head
-    assert math.isclose(attention.scaling, query**-0.5 * score_factor, rel_tol=1e-9)
+    assert math.isclose(attention.scaling, config.get("attention_multiplier", query**-0.5 * score_factor), rel_tol=1e-9)
     assert not mla or getattr(model.config, "rope_interleave", True)
 
 
@@ -2114,6 +2140,8 @@ def router(mlp):
 
 def feed_forward(layer):
     """That of a layer; of Nemotron-3 whatever the layer is."""
+    if hasattr(layer, "block_sparse_moe"):
+        return layer.block_sparse_moe
     return layer.mixer if hasattr(layer, "mixer") else layer if hasattr(layer, "router") else layer.mlp
 
 
@@ -2140,7 +2168,7 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
              if name in config)
     k = k[0] if isinstance(k, list) else k
     gap = torch.full((len(logits),), math.inf)
-    if config["model_type"] in ("gpt_oss", "gemma4_text"):  # Gemma 4's router gives the softmax
+    if config["model_type"] in ("gpt_oss", "gemma4_text", "granitemoe", "granitemoeshared"):  # some give the softmax
         score = logits
     elif bias is None:
         score = logits.softmax(-1)
@@ -2652,7 +2680,7 @@ def make(name):
     elif spec.get("mtp"):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
-        checkpoint.fuse(spec["fused"])
+        checkpoint.fuse(*np.atleast_1d(spec["fused"]))
     if spec.get("stack"):
         checkpoint.stack(*spec["stack"])
     checkpoint.split_tables(text.get("split_ngram_parts"))
