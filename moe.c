@@ -4752,7 +4752,7 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
  * Gemma 4.
  * ============================================================================================================ */
 
@@ -6072,6 +6072,8 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "hunyuan-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_hunyuan,  .layer = layer_gqa},
+    {.arch = "bailingmoe2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_gqa,      .layer = layer_gqa},
     {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
      .read = read_gptoss,   .layer = layer_gptoss},
     {.arch = "minimax-m2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -7246,6 +7248,12 @@ static const struct synth synths[] = {
      "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
      "expert_feed_forward_length=3072 expert_shared_count=1 vocab_size=128167 "
      "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=11158840"},
+    {"ling-flash-2", "bailingmoe2", .keys =
+     "context_length=32768 embedding_length=4096 block_count=32 feed_forward_length=9216 attention.head_count=32 "
+     "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 rope.dimension_count=64 "
+     "leading_dense_block_count=1 expert_count=256 expert_used_count=8 expert_feed_forward_length=1024 "
+     "expert_shared_count=1 expert_group_count=8 expert_group_used_count=4 expert_gating_func=2 vocab_size=157184 "
+     "expert_weights_norm=true expert_weights_scale=2.5 rope.freq_base=600000"},
     {"granite-3.1-1b-a400m", "granitemoe", .keys =
      "context_length=131072 embedding_length=1024 block_count=24 attention.head_count=16 attention.head_count_kv=8 "
      "attention.key_length=64 attention.value_length=64 attention.scale=0.015625 embedding_scale=12 "
@@ -24122,10 +24130,10 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
-                                    "hunyuan-a13b, granite-3.1-1b-a400m, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
-                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
-                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "hunyuan-a13b, ling-flash-2, granite-3.1-1b-a400m, qwen3.5-35b-a3b, qwen3.8-27b,\n"
+                                    "glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
+                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
+                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
                                     "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
                                     "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"

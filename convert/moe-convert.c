@@ -3278,6 +3278,23 @@ static const struct renaming glm5_next_names[] = {{"attn_hc.fn", "hc_attn_fn", E
                                                   {"ffn_hc.scale", "hc_ffn_scale", EVERYWHERE},
                                                   {NULL, NULL, EVERYWHERE}};
 
+/* Reads the keys of Ling 2 and Sarvam. The mean that Sarvam takes off the biases of the choice changes no choice. */
+static void config_ling(void) {
+    config_leading_dense();
+    src.n_group = (int)get_int(src.cfg, "n_group", 1, MAX_EXPERTS, 1);
+    src.qkv_chunks = 1;
+    if (get(src.cfg, "moe_shared_expert_intermediate_size")) src.shared_key = "moe_shared_expert_intermediate_size";
+}
+
+static const struct renaming ling_names[] = {{"self_attn.qkv_proj", "attention.query_key_value", EVERYWHERE},
+                                             {"self_attn.o_proj", "attention.dense", EVERYWHERE},
+                                             {"self_attn.q_norm", "attention.query_layernorm", EVERYWHERE},
+                                             {"self_attn.k_norm", "attention.key_layernorm", EVERYWHERE},
+                                             {"model.embed_tokens", "model.word_embeddings", EVERYWHERE},
+                                             {"mlp.gate.e_score_correction_bias", "mlp.gate.expert_bias", EVERYWHERE},
+                                             {"layer_output_norm", "final_layernorm", PREDICTION},
+                                             {NULL, NULL, EVERYWHERE}};
+
 static const struct renaming bailing_names[] = {
     {"self_attn.o_proj", "attention.dense", EVERYWHERE},
     {"self_attn", "attention", EVERYWHERE},
@@ -3574,6 +3591,8 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
                       "rope_interleave true moe_router_enable_expert_bias true score_function sigmoid group_norm_size 1 "
                       "use_bias false use_qkv_bias false use_nGPT false up_proj_norm false value_norm false "
                       "scale_router_input false pregate_inference false",
+                  fixed_ling[] = "score_function sigmoid moe_router_enable_expert_bias true use_qk_norm true use_bias false "
+                                 "use_qkv_bias false norm_head false use_sliding_window false",
                   fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0",
                   fixed_nemotron[] = "mlp_hidden_act relu2 mamba_hidden_act silu use_conv_bias true use_bias false "
                                      "mlp_bias false mamba_proj_bias false n_shared_experts 1 sliding_window none "
@@ -3613,6 +3632,13 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
     .shared_key = "shared_intermediate_size", .shared_width = true, .kv_optional = true, .norm_key = "",       \
     .norm_topk_prob = true, .pairs = true, .rope_theta = 10000, .put = put_granite
 
+#define LING                                                                                                   \
+    .arch = "bailingmoe2", .renaming = ling_names, .is_dense = is_dense_leading, .leads = true,                \
+    .first_dense = 1, .experts_key = "num_experts", .shared_key = "moe_intermediate_size",                     \
+    .shared_count = "num_shared_experts", .n_shared = 1, .shared_width = true, .router_bias = bias_name,       \
+    .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor",  \
+    .partial = true
+
 #define INKLING                                                                                                \
     .arch = "inkling2", .renaming = inkling2_names, .mixer = MIXER_REL, .is_windowed = is_windowed_inkling,    \
     .is_dense = is_dense_never, .experts_key = "n_routed_experts", .interleaved = true, .by_rows = true,       \
@@ -3622,6 +3648,7 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
 /* The one table of families. */
 static const struct release {
     const char *type;     /* model_type of config.json */
+    const char *class;    /* the one of architectures, where several families have the type; NULL: any */
     const char *wrapper;  /* model_type of a config.json that has this family's in text_config; NULL: there is none */
     const char *(*kinds)(void); /* what src.kinds is; NULL: it is NULL */
     void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
@@ -3780,6 +3807,12 @@ static const struct release {
              .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size",
              .shared_count = "num_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .rope_theta = 10000, .eps = 1e-5, .put = put_kimi_linear}},
+    {.type = "bailing_moe", .class = "BailingMoeV2ForCausalLM", .config = config_ling, .fixed = fixed_ling,
+     .src = {LING, .rotary = 0.5}},
+    {.type = "bailing_moe_v2", .config = config_ling, .fixed = fixed_ling,
+     .src = {LING, .rotary = 0.5}},
+    {.type = "sarvam_moe", .config = config_ling, .fixed = fixed_ling,
+     .src = {LING, .rope_theta = 8e6}},
     {.type = "bailing_hybrid", .config = config_bailing, .fixed = fixed_bailing,
      .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_kda = is_kda_bailing,
              .is_dense = is_dense_leading, .leads = true, .experts_key = "num_experts",
@@ -3811,6 +3844,7 @@ static const struct release {
 #undef MINIMAX_M3
 #undef MIMO
 #undef GRANITE
+#undef LING
 #undef INKLING
 /* clang-format on */
 
@@ -3824,7 +3858,8 @@ static bool is_of_prediction(const char *name) {
 /* The model types, for a message. */
 static const char *family_types(void) {
     const char *list = releases[0].type;
-    for (size_t f = 1; f < COUNT(releases); f++) list = fmt("%s, %s", list, releases[f].type);
+    for (size_t f = 1; f < COUNT(releases); f++)
+        if (strcmp(releases[f].type, releases[f - 1].type)) list = fmt("%s, %s", list, releases[f].type);
     for (size_t f = 0; f < COUNT(releases); f++) {
         bool listed = !releases[f].wrapper;
         for (size_t k = 0; k < f && !listed; k++)
@@ -3845,10 +3880,14 @@ static void config_read(void) {
     const bool untold = wrapped && !get(cfg, "model_type"); /* MiniMax-M3 */
     if (!untold) type = get_str(cfg, "model_type", "(none)");
     size_t f = 0, n = COUNT(releases);
+    const char *first = json_string_value(json_array_get(get_list(top, "architectures"), 0)), *classes = NULL;
     for (; f < n; f++) {
-        const char *name = untold ? releases[f].wrapper : releases[f].type;
-        if (name && !strcmp(name, type)) break;
+        const char *name = untold ? releases[f].wrapper : releases[f].type, *class = releases[f].class;
+        if (!name || strcmp(name, type)) continue;
+        if (!class || (first && !strcmp(class, first))) break;
+        classes = classes ? fmt("%s or %s", classes, class) : class;
     }
+    expect(top, "architectures", f < n || !classes, classes);
     expect(cfg, "model_type", f < n && (!wrapped || (releases[f].wrapper && !strcmp(releases[f].wrapper, wrapper))),
            family_types());
     const struct release *r = &releases[f];
@@ -6290,12 +6329,13 @@ static const struct manual manual = {
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
              "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, granitemoe,\n"
-             "granitemoeshared, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
-             "minimax_m3, mixtral, llama, mistral, mistral3, ministral3, mistral4, gemma4,\n"
-             "gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
-             "mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2,\n"
-             "inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
+             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, gpt_oss, minimax_m2,\n"
+             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
+             "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
+             "ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear,\n"
+             "bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

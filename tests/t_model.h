@@ -359,12 +359,12 @@ static bool demo_load(struct model *m) {
 }
 
 static void test_prediction(void) {
-    static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp",  "hy_v3",          "qwen3_5_moe",
-                                        "qwen3_5_moe_nvfp4", "qwen3_next",       "qwen3_next_fp8", "glm4_moe",
-                                        "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
-                                        "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types",
-                                        "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4",  "bailing_hybrid",
-                                        "nemotron_h",        "glm5_next",        "qwen4_exp",      "qwen4_exp_nvfp4"};
+    static const char *const names[] = {
+        "deepseek_v3_plain", "deepseek_v3_mtp",   "hy_v3",        "qwen3_5_moe",      "qwen3_5_moe_nvfp4",
+        "qwen3_next",        "qwen3_next_fp8",    "glm4_moe",     "glm4_moe_air",     "glm4_moe_lite",
+        "step3p7",           "mimo_v2_flash_fp8", "deepseek_v32", "deepseek_v32_fp8", "glm_moe_dsa",
+        "glm_moe_dsa_types", "deepseek_v4",       "qwen3_5",      "qwen3_5_nvfp4",    "bailing_hybrid",
+        "nemotron_h",        "glm5_next",         "qwen4_exp",    "qwen4_exp_nvfp4",  "bailing_moe_v2"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -404,6 +404,11 @@ static void test_fixtures_factors(void) {
 static void test_fixtures_hunyuan(void) {
     check_fixture("hunyuan_v1_moe", NULL);
     check_fixture("hunyuan_v1_moe_nvfp4", NULL);
+}
+
+static void test_fixtures_ling(void) {
+    check_fixture("bailing_moe_v2", NULL);
+    check_fixture("sarvam_moe_nvfp4", NULL);
 }
 
 /* A file that names no router, as llama.cpp's converter makes of GLM-4.7-Flash. */
@@ -1935,12 +1940,13 @@ static void test_cpu_profile(void) {
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                        \
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-factors", test_fixtures_factors}, {"model/fixtures-hunyuan", test_fixtures_hunyuan},          \
-        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
-        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
-        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
-        {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
-        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
-        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
+        {"model/fixtures-ling", test_fixtures_ling}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},                \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},        \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-dense", test_fixtures_dense},                  \
+        {"model/fixtures-mistral", test_fixtures_mistral}, {"model/fixtures-gemma4", test_fixtures_gemma4},            \
+        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
         {"model/fixtures-deepseek41", test_fixtures_deepseek41},                                                       \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \

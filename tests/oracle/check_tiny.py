@@ -481,9 +481,9 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared"):
+                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe"):
         return None
-    windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
+    windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
     r = dict(head=head, turned=head, rope=rope,
@@ -491,7 +491,8 @@ def rules(config, layer):
              at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
-             activation=swiglu, shared_activation=swiglu, after=None, scaling=head ** -0.5, residual=1)
+             activation=swiglu, shared_activation=swiglu, after=None, scaling=head ** -0.5, residual=1, mixer="self_attn.",
+             joined=False, out="o_proj", groups=(1, 1))
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
@@ -504,6 +505,11 @@ def rules(config, layer):
         rope["rope_theta"] *= rope["alpha"] ** (head / (head - 2))
         r |= dict(rope=rope, norm="head", norms=("query_layernorm", "key_layernorm"), norm_last=True, router="gate.wg",
                   k=k[0] if isinstance(k, list) else k, shared="mlp.shared_mlp.")
+    if kind in ("bailing_moe_v2", "sarvam_moe"):
+        r |= dict(turned=int(head * config.get("partial_rotary_factor", 1)), norm="head", mixer="attention.", joined=True,
+                  norms=("query_layernorm", "key_layernorm"), out="dense", score="sigmoid", bias="gate.expert_bias",
+                  scale=config["routed_scaling_factor"], groups=(config["n_group"], config["topk_group"]),
+                  shared="mlp.shared_experts.", sparse=layer is None or layer >= config["first_k_dense_replace"])
     if kind in ("granitemoe", "granitemoeshared"):
         r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
                   score="chosen", names="linear", scaling=config["attention_multiplier"],
@@ -585,7 +591,11 @@ def attention(W, config, r, x, p):
     pairs (i, i + half) or (2i, 2i + 1), a window, sinks, scaled values, a gate of the layer's input on each head or
     each of its values."""
     n, d, half = len(x), r["head"], r["turned"] // 2
-    q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
+    if r["joined"]:
+        heads, both = config["num_attention_heads"], config["num_key_value_heads"]
+        q, k, v = np.split(linear(W, x, p + "query_key_value"), [heads * d, (heads + both) * d], -1)
+    else:
+        q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
     normed = lambda *both: (norm(W, config, t, f"{p}{name}.weight") for t, name in zip(both, r["norms"]))
     if r["norm"] == "row":
         q, k = normed(q, k)
@@ -610,7 +620,7 @@ def attention(W, config, r, x, p):
     if r["norm_last"]:
         q, k = normed(q, k)
     y = attend(q * temperature(r["rope"], n), k, v, r["scaling"], r["window"], sinks, chosen)
-    return linear(W, gated(W, r, x, y, p), p + "o_proj")
+    return linear(W, gated(W, r, x, y, p), p + r["out"])
 
 
 def gated(W, r, x, y, p):
@@ -625,7 +635,11 @@ def choose(W, r, x, p):
     """The numbers of the chosen experts [n, k] and their weights."""
     logits = linear(W, x, p + r["router"])
     score = {"chosen": lambda t: t, "softmax": softmax, "sigmoid": sigmoid}[r["score"]](logits)
-    best = np.argsort(-score - (W.get(p + r["bias"]).reshape(-1) if r["bias"] else 0), -1)[:, :r["k"]]
+    choice = score + (W.get(p + r["bias"]).reshape(-1) if r["bias"] else 0)
+    groups = choice.reshape(len(x), r["groups"][0], -1)
+    worst = np.argsort(-np.sort(groups, -1)[..., -2:].sum(-1), -1)[:, r["groups"][1]:]
+    np.put_along_axis(groups, worst[..., None], -np.inf, 1)
+    best = np.argsort(-groups.reshape(choice.shape), -1)[:, :r["k"]]
     weight = np.take_along_axis(score, best, -1)
     if r["score"] == "chosen":
         return best, softmax(weight)
@@ -1399,7 +1413,7 @@ def block(W, config, x, p, layer):
     """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, all of a kind."""
     if r := rules(config, layer):
         after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y * r["residual"]
-        x = x + after(attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn."), 0)
+        x = x + after(attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + r["mixer"]), 0)
         before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
         return x + after(feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p), 1)
     own = "attention." if config["model_type"] == "bailing_hybrid" else "self_attn."

@@ -242,6 +242,21 @@ def granite(shared, **changes):
             "residual_multiplier": 0.7, "logits_scaling": 1.5, "rope_theta": 1500000.0, **COMMON, **own, **changes}
 
 
+def ling2(kind, **changes):
+    """config.json in the words of Ling 2 and Ring 2 (bailing_moe_v2), or of Sarvam (sarvam_moe)."""
+    own = {"architectures": ["BailingMoeV2ForCausalLM"], "partial_rotary_factor": 0.5} if kind == "bailing_moe_v2" else {
+        "architectures": ["SarvamMoEForCausalLM"]}
+    return {**own, "model_type": kind, "attention_dropout": 0.0, "eos_token_id": IM_END, "first_k_dense_replace": 1,
+            "head_dim": 64, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192,
+            "max_position_embeddings": 4096, "moe_intermediate_size": 64, "moe_router_enable_expert_bias": True,
+            "n_group": 1, "norm_head": False, "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 8,
+            "num_experts_per_tok": 3, "num_hidden_layers": 3, "num_key_value_heads": 2, "num_shared_experts": 1,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 600000,
+            "routed_scaling_factor": 2.5, "score_function": "sigmoid", "tie_word_embeddings": False, "topk_group": 1,
+            "torch_dtype": "bfloat16", "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False,
+            "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -746,6 +761,9 @@ def text_config(config):
     return {**text, **{other: text[k] for k, other in ALIASES.items() if k in text}}
 
 
+LING = [(r"\.self_attn\.o_proj\.", ".attention.dense."), (r"\.self_attn\.q_norm", ".attention.query_layernorm"),
+        (r"\.self_attn\.k_norm", ".attention.key_layernorm"), (r"\.self_attn\.", ".attention."),
+        (r"\.embed_tokens\.", ".word_embeddings."), (r"\.gate\.e_score_correction_bias", ".gate.expert_bias")]
 GRANITE = [(r"\.router\.weight", ".router.layer.weight")]
 W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."),
         (r"\.down_proj\.", ".w2.")]
@@ -763,7 +781,7 @@ V4 = [(r"\.input_layernorm", ".attn_norm"), (r"\.post_attention_layernorm", ".ff
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
-    "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
+    "bailing_moe_v2": LING, "sarvam_moe": LING, "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
     "minimax_m3_vl": [
         (r"^lm_head", "language_model.lm_head"), (r"^model\.language_model\.", "language_model.model."),
         (r"\.self_attn\.indexer\.", ".self_attn.index_"), (r"\.mlp\.gate\.e_score", ".block_sparse_moe.e_score"),
@@ -875,6 +893,7 @@ GRANITE_STACKS = r"model\.", ".input_linear.weight", ".output_linear.weight"
 #   aside    tensors that no text model reads, with their shapes
 #   flat     taps are stored as [values, taps] in place of [values, 1, taps], A_log without sizes of 1
 #   ends     positions of the prompt with the token that ends a text, beyond which no n-gram goes
+#   joined   queries, keys and values are stored as one matrix, query_key_value
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "inkling2_loop": dict(
@@ -1034,6 +1053,15 @@ SPECS = {
                         rope_type="default", rope_theta=10000.0),
         declare="compressed_tensors", fused=GRANITE_STACKS,
         store=[(r"(self_attn|shared_mlp)\..*(_proj|_linear)\.weight$", "ct_nvfp4")]),
+    "bailing_moe_v2": dict(
+        config=ling2("bailing_moe_v2", n_group=4, topk_group=2, num_nextn_predict_layers=1, head_dim=32,
+                     num_attention_heads=2, num_key_value_heads=1), mtp_prompt=True,
+        tables=False, joined=True),
+    "sarvam_moe_nvfp4": dict(
+        config=ling2("sarvam_moe", hidden_size=128, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                     num_experts=6, num_experts_per_tok=2, routed_scaling_factor=1.25, rope_theta=8000000.0,
+                     norm_topk_prob=False, num_shared_experts=2),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")], joined=True),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1426,6 +1454,12 @@ class Checkpoint:
         for name, part in parts.items():
             self.tensors[name] = torch.stack([self.tensors.pop(part[i]) for i in range(len(part))])
 
+    def join(self):
+        """Stores the matrices of queries, keys and values as one, in this order."""
+        for q in [n for n in self.tensors if n.endswith(".q_proj.weight")]:
+            parts = [self.tensors.pop(q.replace(".q_proj", f".{c}_proj")) for c in "qkv"]
+            self.tensors[q.replace(".q_proj", ".query_key_value")] = torch.cat(parts)
+
     def put_w(self, name, count, shape, parts):
         """Experts as Inkling 2 stores them: one tensor, where rows of gate and up alternate.  Returns [experts, out, in],
         in transformers' order."""
@@ -1534,6 +1568,9 @@ def reference_config(config):
         assert config["swa_num_key_value_heads"] == 2 * config["num_key_value_heads"]
     if "vision_config" in config and kind.startswith("inkling2"):  # pictures are left out
         config = {**config["text_config"], "tie_word_embeddings": False}
+    if kind in ("bailing_moe_v2", "sarvam_moe"):  # the implementation of Sarvam
+        config = {"partial_rotary_factor": 1.0, **config, "architectures": ["Glm4MoeForCausalLM"],
+                  "n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
     if kind == "bailing_hybrid":  # the releases' own code rotates the whole of the part
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         config = {**config, "architectures": ["BailingHybridForCausalLM"], "rope_parameters": rope,
@@ -1622,7 +1659,7 @@ def fill(model, config, checkpoint, kept, flat=False):
     model.tie_weights()
 
 
-FINAL_NORM = ("hy_v3", "bailing_hybrid")  # how these call the last norm of the layer for multi-token prediction
+FINAL_NORM = ("hy_v3", "bailing_hybrid", "bailing_moe_v2")  # how these call the last norm of the layer for multi-token prediction
 
 
 def put_mtp(checkpoint, config, tables):
@@ -2069,7 +2106,7 @@ def predict(model, config, checkpoint, ids):
     unhook()
     # RoPE depends on differences of positions: that of the trunk's row and that of the token give the same.
     assert (rows[1] - rows[0]).square().mean() < 1e-10 * rows[0].square().mean()
-    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):  # transformers has the rest as well
+    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "bailing_moe_v2"):  # transformers has the rest as well
         model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]  # the last lacks both
         whole = MtpModel(model, 1).float().eval()
         whole.layers[0].load_state_dict(layer.state_dict())
@@ -2681,6 +2718,8 @@ def make(name):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
         checkpoint.fuse(*np.atleast_1d(spec["fused"]))
+    if spec.get("joined"):
+        checkpoint.join()
     if spec.get("stack"):
         checkpoint.stack(*spec["stack"])
     checkpoint.split_tables(text.get("split_ngram_parts"))
