@@ -2138,6 +2138,7 @@ struct family {
     enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
+    bool no_mtp;          /* layers for multi-token prediction are passed over */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
     /* Reads the metadata of attention, and what is this family's alone. */
@@ -4752,7 +4753,7 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
  * Gemma 4.
  * ============================================================================================================ */
 
@@ -4848,6 +4849,21 @@ static void layer_step35(struct loader *l, struct layer *layer, int il) {
     if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->qk_norm = QK_NORM_HEADS;
     layer_clamps(l, layer, il, glu_silu_clamp);
     layer_gates(l, layer, il, GATE_SIGMOID);
+}
+
+/* Reads the metadata of EXAONE's mixtures. All layers but each fourth have a window unless the file says otherwise, and
+ * they alone rotate. llama.cpp's converter keeps the layer for multi-token prediction, and no engine says which keys it
+ * sees. */
+static void read_exaone(struct loader *l) {
+    l->rope_factors = true;
+    read_heads(l);
+    read_windows(l, KEY_REQUIRED, 4, false);
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
+    l->unrotated = true;
+    loader_rope(l, "rope.freq_base", true, dim, &l->attn);
+    l->unrotated = false;
+    l->attn_window = l->attn;
+    loader_rope(l, "rope.freq_base_swa", true, dim, &l->attn_window);
 }
 
 /* Reads the metadata of Laguna. */
@@ -6096,6 +6112,8 @@ static const struct family families[] = {
      .read = read_llama,    .layer = layer_attn},
     {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .mtp_before_norm = true,
      .read = read_step35,   .layer = layer_step35},
+    {.arch = "exaone-moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_mtp = true,
+     .read = read_exaone,   .layer = layer_gqa},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
@@ -6148,6 +6166,7 @@ static void loader_hparams(struct loader *l) {
     int blocks = loader_int(l, "block_count");
     m->n_mtp = loader_int_in(l, "nextn_predict_layers", 0, KEY_LO, blocks - 1);
     m->n_layer = blocks - m->n_mtp;
+    if (m->family->no_mtp) blocks -= m->n_mtp, m->n_mtp = 0;
     loader_ints(l, "attention.head_count", l->n_head);
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
@@ -6564,13 +6583,16 @@ static void model_max_dims(struct model *m) {
     }
 }
 
-/* Refuses tensors of the file that nothing has bound. */
+/* Refuses tensors of the file that nothing has bound, but for those of layers that the family passes over. */
 static void loader_leftovers(struct loader *l) {
+    const int blocks = loader_int(l, "block_count");
     for (uint32_t i = 0; i < l->g->n_tensors && !l->failed; i++) {
         char name[GGUF_MAX_NAME + 1];
-        if (!l->used[i])
-            loader_fail(l, "tensor '%s' is not part of the architecture %s",
-                        gguf_printable(l->g->tensors[i].name, name, sizeof name), l->arch);
+        int il;
+        gguf_printable(l->g->tensors[i].name, name, sizeof name);
+        const bool passed = sscanf(name, "blk.%d.", &il) == 1 && il >= model_blocks(l->m) && il < blocks;
+        if (!l->used[i] && !(passed && l->m->family->no_mtp))
+            loader_fail(l, "tensor '%s' is not part of the architecture %s", name, l->arch);
     }
 }
 
@@ -7259,6 +7281,12 @@ static const struct synth synths[] = {
      "attention.key_length=64 attention.value_length=64 attention.scale=0.015625 embedding_scale=12 "
      "residual_scale=0.22 logit_scale=6 expert_count=32 expert_used_count=8 expert_feed_forward_length=512 "
      "vocab_size=49155 rope.freq_base=1500000"},
+    {"k-exaone-236b-a23b", "exaone-moe", .keys =
+     "context_length=262144 embedding_length=6144 block_count=48 feed_forward_length=18432 attention.head_count=64 "
+     "attention.head_count_kv=8 attention.sliding_window=128 attention.sliding_window_pattern=1:1:1:0* "
+     "attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 expert_count=128 "
+     "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_gating_func=2 "
+     "vocab_size=153600 expert_weights_norm=true expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -24130,11 +24158,12 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
-                                    "hunyuan-a13b, ling-flash-2, granite-3.1-1b-a400m, qwen3.5-35b-a3b, qwen3.8-27b,\n"
-                                    "glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
-                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
-                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
-                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+                                    "hunyuan-a13b, ling-flash-2, granite-3.1-1b-a400m, k-exaone-236b-a23b,\n"
+                                    "qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b,\n"
+                                    "qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
+                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b,\n"
+                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
                                     "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"

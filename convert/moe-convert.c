@@ -3090,6 +3090,35 @@ static const struct renaming step_names[] = {{"mlp.gate.e_score_correction_bias"
                                              {"shared_head.head", "transformer.shared_head.output", EVERYWHERE},
                                              {NULL, NULL, EVERYWHERE}};
 
+/* Returns the value of a layer in a list of 0 and 1. */
+static bool listed_bit(struct doc d, const char *key, int layer) {
+    json_t *list = get_list(d, key), *v = json_array_get(list, (size_t)layer);
+    const int64_t bit = json_is_boolean(v) ? json_is_true(v) : json_element(list, (size_t)layer);
+    expect(d, key, json_array_size(list) == (size_t)src.n_layer && bit >> 1 == 0,
+           fmt("0 or 1 for each of %d layers", src.n_layer));
+    return bit;
+}
+
+/* Dies unless layer_types names layers with a window, which alone are rotated. */
+static void check_typed_windows(void) {
+    expect(src.cfg, "layer_types", src.n_typed, "the kinds of all layers");
+    expect(src.cfg, "layer_types", src.window, "layers with a window (GGUF files of this family rotate no others)");
+}
+
+/* Reads the keys of EXAONE's mixtures. */
+static void config_exaone(void) {
+    struct doc c = src.cfg;
+    const bool listed = get_list(c, "is_moe_layer") != NULL;
+    check_typed_windows();
+    config_leading_dense();
+    src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
+    for (int l = 0; l < src.n_layer && listed; l++)
+        expect(c, "is_moe_layer", listed_bit(c, "is_moe_layer", l) == !src.is_dense(l),
+               fmt("%d dense layers, then mixtures", src.first_dense));
+}
+static const struct renaming exaone_names[] = {
+    {"mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", EVERYWHERE}, {NULL, NULL, EVERYWHERE}};
+
 /* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
     json_t *list = get_list(src.cfg, "mlp_layer_types");
@@ -3309,14 +3338,6 @@ static const struct renaming bailing_names[] = {
  * The last families, and the table of all.
  * ============================================================================================================ */
 
-/* Returns the value of a layer in a list of 0 and 1. */
-static bool listed_bit(struct doc d, const char *key, int layer) {
-    json_t *list = get_list(d, key), *v = json_array_get(list, (size_t)layer);
-    const int64_t bit = json_is_boolean(v) ? json_is_true(v) : json_element(list, (size_t)layer);
-    expect(d, key, json_array_size(list) == (size_t)src.n_layer && bit >> 1 == 0,
-           fmt("0 or 1 for each of %d layers", src.n_layer));
-    return bit;
-}
 static bool is_dense_mimo(int layer) { return !listed_bit(src.cfg, "moe_layer_freq", layer); }
 
 /* Whether a block has a window: those for multi-token prediction do. */
@@ -3786,6 +3807,13 @@ static const struct release {
              .mtp_key = "num_nextn_predict_layers", .mtp_dense = true, .window_rope = true, .llama3 = true,
              .norm_key = "norm_expert_weight", .norm_topk_prob = true, .scaling_factor = "moe_router_scaling_factor",
              .scaling_optional = true, .eps = 1e-5, .put = put_step}},
+    {.type = "exaone_moe", .config = config_exaone, .fixed = "scoring_func sigmoid topk_method noaux_tc",
+     .src = {.arch = "exaone-moe", .renaming = exaone_names, .is_dense = is_dense_leading, .leads = true,
+             .first_dense = 1, .is_windowed = is_windowed_typed, .experts_key = "num_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
+             .shared_width = true, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp_beside = true,
+             .mtp_why = "moe does not know which keys it sees", .llama3 = true, .eps = 1e-5}},
     {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
@@ -6330,11 +6358,11 @@ static const struct manual manual = {
              "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
              "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
-             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, gpt_oss, minimax_m2,\n"
-             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
-             "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
-             "ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear,\n"
-             "bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, exaone_moe, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
+             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2,\n"
+             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
              "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",

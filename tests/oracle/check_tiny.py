@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe"):
+                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe", "exaone_moe"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -510,6 +510,11 @@ def rules(config, layer):
                   norms=("query_layernorm", "key_layernorm"), out="dense", score="sigmoid", bias="gate.expert_bias",
                   scale=config["routed_scaling_factor"], groups=(config["n_group"], config["topk_group"]),
                   shared="mlp.shared_experts.", sparse=layer is None or layer >= config["first_k_dense_replace"])
+    if kind == "exaone_moe":
+        r |= dict(turned=head if windowed else 0, rope=config["rope_parameters"], norm="head", score="sigmoid",
+                  bias="e_score_correction_bias", scale=config["routed_scaling_factor"],
+                  groups=(config["n_group"], config["topk_group"]), shared="mlp.shared_experts.",
+                  sparse=layer >= config["first_k_dense_replace"])
     if kind in ("granitemoe", "granitemoeshared"):
         r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
                   score="chosen", names="linear", scaling=config["attention_multiplier"],

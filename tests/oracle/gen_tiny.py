@@ -257,6 +257,22 @@ def ling2(kind, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def exaone(kinds, **changes):
+    """config.json in the words of K-EXAONE.  kinds: L for a layer with a window, G for one without."""
+    return {"architectures": ["ExaoneMoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
+            "dtype": "bfloat16", "eos_token_id": IM_END, "first_k_dense_replace": 1, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192,
+            "is_moe_layer": [i > 0 for i in range(len(kinds))],
+            "layer_types": [{"L": "sliding", "G": "full"}[k] + "_attention" for k in kinds],
+            "max_position_embeddings": 4096, "model_type": "exaone_moe", "moe_intermediate_size": 64, "n_group": 1,
+            "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 3,
+            "num_hidden_layers": len(kinds), "num_key_value_heads": 2, "num_shared_experts": 1, "pad_token_id": EOT,
+            "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+            "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "sliding_window": 8,
+            "sliding_window_pattern": "LLLG", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+            "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -781,6 +797,7 @@ V4 = [(r"\.input_layernorm", ".attn_norm"), (r"\.post_attention_layernorm", ".ff
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
+    "exaone_moe": [(r"\.gate\.e_score_correction_bias", ".e_score_correction_bias")],
     "bailing_moe_v2": LING, "sarvam_moe": LING, "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
     "minimax_m3_vl": [
         (r"^lm_head", "language_model.lm_head"), (r"^model\.language_model\.", "language_model.model."),
@@ -1062,6 +1079,15 @@ SPECS = {
                      num_experts=6, num_experts_per_tok=2, routed_scaling_factor=1.25, rope_theta=8000000.0,
                      norm_topk_prob=False, num_shared_experts=2),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")], joined=True),
+    "exaone_moe": dict(config=exaone("LLG")),
+    "exaone_moe_nvfp4": dict(
+        config={**exaone("GLL", hidden_size=128, num_attention_heads=3, num_key_value_heads=1, sliding_window=20,
+                         num_experts=6, n_group=3, topk_group=2, num_experts_per_tok=2, norm_topk_prob=False,
+                         routed_scaling_factor=1.25, num_shared_experts=2, rope_parameters={
+                             "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+                "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
