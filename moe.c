@@ -4753,7 +4753,7 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
  * Gemma 4.
  * ============================================================================================================ */
 
@@ -4851,11 +4851,9 @@ static void layer_step35(struct loader *l, struct layer *layer, int il) {
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
-/* Reads the metadata of EXAONE's mixtures. All layers but each fourth have a window unless the file says otherwise, and
- * they alone rotate. llama.cpp's converter keeps the layer for multi-token prediction, and no engine says which keys it
- * sees. */
-static void read_exaone(struct loader *l) {
-    l->rope_factors = true;
+/* Reads the metadata of grouped-query attention whose layers with a window alone are rotated: all but each fourth, unless
+ * the file says otherwise. */
+static void read_rotated_windows(struct loader *l) {
     read_heads(l);
     read_windows(l, KEY_REQUIRED, 4, false);
     const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
@@ -4864,6 +4862,26 @@ static void read_exaone(struct loader *l) {
     l->unrotated = false;
     l->attn_window = l->attn;
     loader_rope(l, "rope.freq_base_swa", true, dim, &l->attn_window);
+}
+
+/* Reads the metadata of EXAONE's mixtures. llama.cpp's converter keeps the layer for multi-token prediction, and no
+ * engine says which keys it sees. */
+static void read_exaone(struct loader *l) {
+    l->rope_factors = true;
+    read_rotated_windows(l);
+}
+
+/* Reads the metadata of Trinity. */
+static void read_afmoe(struct loader *l) {
+    read_rotated_windows(l);
+    l->m->embd_scale = sqrtf((float)l->m->n_embd);
+}
+
+/* A layer of Trinity. */
+static void layer_afmoe(struct loader *l, struct layer *layer, int il) {
+    layer_gqa(l, layer, il);
+    layer->result_norms = true;
+    layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
 /* Reads the metadata of Laguna. */
@@ -6114,6 +6132,8 @@ static const struct family families[] = {
      .read = read_step35,   .layer = layer_step35},
     {.arch = "exaone-moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_mtp = true,
      .read = read_exaone,   .layer = layer_gqa},
+    {.arch = "afmoe",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_afmoe,    .layer = layer_afmoe},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
@@ -7125,6 +7145,7 @@ struct synth {
      * index_freq-th has one, and all before; index_freq 0: all have one */
     int index_freq, index_first;
     bool qkv_bias, head_norm, head_gate; /* of a family of which some models have them */
+    bool value_gate;                     /* head_gate: there is a gate for every value */
     bool window_sinks, sh_weight;
     enum gguf_type ff_type; /* of feed-forwards; 0: NVFP4 */
     bool q8;                /* the backbone is Q8_0 instead of BF16 */
@@ -7287,6 +7308,13 @@ static const struct synth synths[] = {
      "attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 expert_count=128 "
      "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_gating_func=2 "
      "vocab_size=153600 expert_weights_norm=true expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5"},
+    {"trinity-mini", "afmoe", .keys =
+     "context_length=131072 embedding_length=2048 block_count=32 feed_forward_length=6144 attention.head_count=32 "
+     "attention.head_count_kv=4 attention.sliding_window=2048 attention.sliding_window_pattern=1:1:1:0* "
+     "attention.key_length=128 attention.value_length=128 leading_dense_block_count=2 expert_count=128 "
+     "expert_used_count=8 expert_feed_forward_length=1024 expert_shared_count=1 vocab_size=200192 "
+     "expert_weights_scale=2.826 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=10000", .head_gate = true,
+     .value_gate = true},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -7924,7 +7952,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
         layer.attn.n_index = l->attn.n_index;
     if (y->head_norm) layer.qk_norm = QK_NORM_HEADS;
     if (y->window_sinks && layer.attn.window) layer.attn.has_sinks = true;
-    if (y->head_gate) layer.attn.n_gate = 1;
+    if (y->head_gate) layer.attn.n_gate = y->value_gate ? layer.attn.head_v : 1;
     layer.mtp = il >= m->n_layer;
     const bool experts = !dense && !layer.no_ffn;
     layer.n_expert = experts ? m->n_expert_max : 0;
@@ -24159,8 +24187,8 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
                                     "hunyuan-a13b, ling-flash-2, granite-3.1-1b-a400m, k-exaone-236b-a23b,\n"
-                                    "qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b,\n"
-                                    "qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
+                                    "trinity-mini, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
+                                    "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
                                     "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b,\n"
                                     "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
                                     "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"

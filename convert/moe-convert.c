@@ -3119,6 +3119,23 @@ static void config_exaone(void) {
 static const struct renaming exaone_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", EVERYWHERE}, {NULL, NULL, EVERYWHERE}};
 
+/* Whether Trinity's layer has a gate for every value: all do. */
+static bool gates_always(int layer) { return layer >= 0; }
+
+/* Reads the keys of Trinity. */
+static void config_afmoe(void) {
+    check_typed_windows();
+    expect(src.cfg, "mup_enabled", get_bool(src.cfg, "mup_enabled", false),
+           "true (GGUF files of afmoe scale embeddings)");
+    src.first_dense = (int)get_int(src.cfg, "num_dense_layers", 0, MAX_LAYERS, 1);
+}
+static const struct renaming afmoe_names[] = {{"post_attention_layernorm", "pre_mlp_layernorm", EVERYWHERE},
+                                              {"post_self_attn_layernorm", "post_attention_layernorm", EVERYWHERE},
+                                              {"self_attn.g_proj", "self_attn.gate_proj", EVERYWHERE},
+                                              {"mlp.gate.e_score_correction_bias", "mlp.expert_bias", EVERYWHERE},
+                                              {"mlp.gate", "mlp.router.gate", EVERYWHERE},
+                                              {NULL, NULL, EVERYWHERE}};
+
 /* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
     json_t *list = get_list(src.cfg, "mlp_layer_types");
@@ -3814,6 +3831,14 @@ static const struct release {
              .shared_width = true, .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp_beside = true,
              .mtp_why = "moe does not know which keys it sees", .llama3 = true, .eps = 1e-5}},
+    {.type = "afmoe", .config = config_afmoe,
+     .fixed = "score_func sigmoid route_norm true n_group 1 topk_group 1 num_expert_groups 1 num_limited_groups 1",
+     .src = {.arch = "afmoe", .renaming = afmoe_names, .is_dense = is_dense_leading, .leads = true,
+             .is_windowed = is_windowed_typed, .head_gate = true, .gates_values = gates_always,
+             .experts_key = "num_experts", .shared_key = "moe_intermediate_size",
+             .shared_count = "num_shared_experts", .n_shared = 2, .router_bias = bias_name, .kv_optional = true,
+             .norm_key = "", .norm_topk_prob = true, .scaling_factor = "route_scale", .scaling_optional = true,
+             .eps = 1e-5}},
     {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
@@ -6358,12 +6383,12 @@ static const struct manual manual = {
              "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
              "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
-             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, exaone_moe, gpt_oss,\n"
-             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
-             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
-             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2,\n"
-             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
-             "inkling2_loop_text, nemotron_h.\n"
+             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, exaone_moe, afmoe,\n"
+             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
+             "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
+             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash,\n"
+             "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
+             "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -399,6 +399,8 @@ static void test_fixtures_dots1(void) {
 static void test_fixtures_windows(void) {
     check_fixture("exaone_moe", NULL);
     check_fixture("exaone_moe_nvfp4", NULL);
+    check_fixture("afmoe", NULL);
+    check_fixture("afmoe_nvfp4", NULL);
 }
 
 static void test_fixtures_factors(void) {

@@ -78,6 +78,7 @@ static void test_store_bits(void) {
                                         "mixtral",
                                         "hunyuan_v1_moe",
                                         "granitemoe",
+                                        "afmoe_nvfp4",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe", "exaone_moe"):
+                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -492,7 +492,7 @@ def rules(config, layer):
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=swiglu, shared_activation=swiglu, after=None, scaling=head ** -0.5, residual=1, mixer="self_attn.",
-             joined=False, out="o_proj", groups=(1, 1))
+             joined=False, out="o_proj", groups=(1, 1), gates="g_proj", before=None)
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
@@ -515,6 +515,11 @@ def rules(config, layer):
                   bias="e_score_correction_bias", scale=config["routed_scaling_factor"],
                   groups=(config["n_group"], config["topk_group"]), shared="mlp.shared_experts.",
                   sparse=layer >= config["first_k_dense_replace"])
+    if kind == "afmoe":
+        r |= dict(turned=head if windowed else 0, rope={**rope, **config.get("rope_parameters", {})}, norm="head",
+                  score="sigmoid", router="router.gate", bias="expert_bias", scale=config["route_scale"], gate=sigmoid,
+                  gates="gate_proj", before="pre_mlp_layernorm", after=("post_attention_layernorm", "post_mlp_layernorm"),
+                  shared="mlp.shared_experts.", sparse=layer >= config["num_dense_layers"])
     if kind in ("granitemoe", "granitemoeshared"):
         r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
                   score="chosen", names="linear", scaling=config["attention_multiplier"],
@@ -632,7 +637,7 @@ def gated(W, r, x, y, p):
     """The result y of the heads, times one value for each head or for each of its values."""
     if r["gate"] is None:
         return y
-    gate = r["gate"](linear(W, x, p + "g_proj"))
+    gate = r["gate"](linear(W, x, p + r["gates"]))
     return y * np.repeat(gate, y.shape[1] // gate.shape[1], -1)
 
 
@@ -1419,7 +1424,7 @@ def block(W, config, x, p, layer):
     if r := rules(config, layer):
         after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y * r["residual"]
         x = x + after(attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + r["mixer"]), 0)
-        before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
+        before = r["before"] or next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
         return x + after(feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p), 1)
     own = "attention." if config["model_type"] == "bailing_hybrid" else "self_attn."
     if is_kda(config, layer):
@@ -1542,6 +1547,7 @@ def head(W, config):
 def last_rows(W, config, ids):
     """The rows before the final norm."""
     x = W.get(embedding(W))[ids] * config.get("embedding_multiplier", 1)
+    x *= math.sqrt(config["hidden_size"]) if config.get("mup_enabled") else 1
     for layer in range(config["num_hidden_layers"]):
         x = block(W, config, x, f"{prefix(W)}layers.{layer}.", layer)
     return x

@@ -273,6 +273,21 @@ def exaone(kinds, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def afmoe(kinds, **changes):
+    """config.json in the words of the Trinity releases.  kinds: L for a layer with a window, G for one without."""
+    return {"architectures": ["AfmoeForCausalLM"], "attention_dropout": 0.0, "dtype": "bfloat16",
+            "eos_token_id": IM_END, "global_attn_every_n_layers": 4, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192,
+            "layer_types": [{"L": "sliding", "G": "full"}[k] + "_attention" for k in kinds],
+            "load_balance_coeff": 0.001, "max_position_embeddings": 4096, "model_type": "afmoe",
+            "moe_intermediate_size": 64, "mup_enabled": True, "n_group": 1, "num_attention_heads": 4,
+            "num_dense_layers": 1, "num_expert_groups": 1, "num_experts": 8, "num_experts_per_tok": 3,
+            "num_hidden_layers": len(kinds), "num_key_value_heads": 2, "num_limited_groups": 1, "num_shared_experts": 1,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000, "route_norm": True,
+            "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 8, "tie_word_embeddings": False,
+            "topk_group": 1, "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -1088,6 +1103,13 @@ SPECS = {
                              "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
                 "mlp_layer_types": ["dense", "sparse", "sparse"]},
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "afmoe": dict(config=afmoe("LLLG"), quiet="embed_tokens"),
+    "afmoe_nvfp4": dict(
+        config=new_rope(afmoe("GL", hidden_size=128, num_attention_heads=3, num_key_value_heads=1, sliding_window=20,
+                              num_dense_layers=0, num_experts=6, num_experts_per_tok=2, route_scale=1.5,
+                              num_shared_experts=2),
+                        rope_type="default", rope_theta=10000.0),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")], quiet="embed_tokens"),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -2256,7 +2278,7 @@ def checked_route(mlp, config, output):
     """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
     logits, _, chosen = output
     bias = next((b for name, b in (*mlp.named_buffers(), *mlp.named_parameters())
-                 if name.endswith("e_score_correction_bias")), None)
+                 if name.endswith(("e_score_correction_bias", "expert_bias"))), None)
     mine, gap = route(config, bias, logits)
     assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
     return mine, gap, logits, bias
