@@ -722,8 +722,33 @@ static void means_weighed(const char *launch, void *args) {
 static void means_one_fewer(const char *launch, void *args) {
     change_if<struct index_args>(launch, "k_index_choose", args, [](auto &a) { a.n_chosen--; });
 }
+static void means_chosen_early(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_choose", args,
+                                 [](auto &a) { a.together = divisor_of(a.together.n - 1); });
+}
+static void means_divided_lower(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_", args, [](auto &a) { a.together.inverse--; });
+}
+static void blocks_divided_lower(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.block.inverse--; });
+}
+static void blocks_shorter(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) {
+        if (a.top_k) a.block = divisor_of(a.block.n - 1);
+    });
+}
 static void means_by_next_token(const char *launch, void *args) {
     change_if<struct attn_args>(launch, "attn_gqa_", args, [](auto &a) { a.chosen += a.chosen ? a.n_topk : 0; });
+}
+
+/* Kernels believe that a convolution has taps of the model where it has zeros. */
+static void taps_of(const char *launch, const char *kernel, void *args) {
+    change_if<struct delta_args>(launch, kernel, args, [](auto &a) { a.shape.n_conv = DELTA_TAPS; });
+}
+static void taps_before_decode(const char *launch, void *args) { taps_of(launch, "k_delta_decode", args); }
+static void taps_before_scan(const char *launch, void *args) { taps_of(launch, "k_mamba_scan", args); }
+static void taps_one_fewer(const char *launch, void *args) {
+    change_if<struct delta_args>(launch, "k_delta_", args, [](auto &a) { a.shape.n_conv--; });
 }
 
 template <class F>
@@ -1515,7 +1540,14 @@ static const struct {
                 {"ngrams", "means are not normed", means_without_norm},
                 {"ngrams", "blocks are scored by a head fewer", means_weighed},
                 {"ngrams", "a block fewer is chosen", means_one_fewer},
+                {"ngrams", "blocks are chosen before they end", means_chosen_early},
+                {"ngrams", "keys of the indexer are numbered by smaller quotients", means_divided_lower},
+                {"ngrams", "keys are divided by smaller quotients", blocks_divided_lower},
+                {"ngrams", "blocks are shorter by a key", blocks_shorter},
                 {"ngrams", "tokens see the blocks of the next", means_by_next_token},
+                {"delta_net", "decode reads tokens before the taps", taps_before_decode},
+                {"delta_net", "Mamba-2 reads tokens before the taps", taps_before_scan},
+                {"delta_net", "the oldest token under the taps is left out", taps_one_fewer},
                 {"pools", "pools have no offsets", pools_without_offsets},
                 {"pools", "pools have the offsets of the next token", next_offsets},
                 {"pools", "keys are their own gates", other_gates_of_keys},
@@ -1575,6 +1607,14 @@ static const struct edit {
      "vote.sync.any.pred$1$2, !$3"},
     {"sparse", "a ballot has the opposite sense", "index_choose", R"(vote\.sync\.ballot\.b32(\s+)(%r\d+), (%p\d+))",
      "vote.sync.ballot.b32$1$2, !$3"},
+    {"ngrams", "chosen blocks lie a key further on", "attn_gqa_decode", R"((mul\.hi\.u32\s+(%r\d+), %r\d+, %r\d+;))",
+     "$1 add.u32 $2, $2, 4;"},
+    {"ngrams", "keys of the indexer lie further on", "k_index_store", R"((mul\.hi\.u32\s+(%r\d+), %r\d+, %r\d+;))",
+     "$1 add.u32 $2, $2, 4;"},
+    {"indexer", "keys are scored before they end", "k_index_scores", R"((mul\.hi\.u32\s+(%r\d+), %r\d+, %r\d+;))",
+     "$1 add.u32 $2, $2, 4;"},
+    {"indexer", "keys are chosen before they end", "k_index_choose", R"((mul\.hi\.u32\s+(%r\d+), %r\d+, %r\d+;))",
+     "$1 add.u32 $2, $2, 4;"},
     {"router", "the last block is not known", "k_route_decode",
      R"(atom\.add\.acq_rel\.gpu\.global\.u32 (%r\d+), \[(%rd\d+)\], (%r\d+))", "mov.u32 $1, $3"},
     {"links", "a flag is stored without a release", "", R"(st\.release\.sys\.global\.u32)",
