@@ -2073,9 +2073,8 @@ static void forgetful_progress(double done, double total) {
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11, 13};
-    static const char *const fixtures[] = {"gpt_oss",       "qwen3_next", "nemotron_h",
-                                           "inkling2_loop", "qwen4_exp",  "qwen4_exp_nvfp4",
-                                           "deepseek_v41"};
+    static const char *const fixtures[] = {"gpt_oss",   "qwen3_next",      "nemotron_h",  "inkling2_loop",
+                                           "qwen4_exp", "qwen4_exp_nvfp4", "deepseek_v41"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
     for (int i = 0; i < 13; i++) {

@@ -2519,11 +2519,12 @@ extern "C" void cuda_test_delta_net(void) {
         /* fewer taps: the ring lacks the first token under the kernel's, or has a later token in its row */
         {1, 3, 64, 64, false, 0, 0, 100, 16, 16, 1, 1, false, RULE_NET, 0, 1, 3},
         {1, 1, 40, 24, true, 0, 0, 2, 1, 3, 1, 1, false, RULE_NET, 0, 1, 1},
-        {1, 1, 64, 40, true, 1, 1, 40, 5, 70, 1, 1, false, RULE_NET, 0, 1, 2},
+        {1, 1, 64, 40, true, 1, 1, 40, 0, 70, 1, 1, false, RULE_NET, 0, 1, 2},
         {1, 1, 40, 40, false, 0, 0, 50, 16, 16, 1, 1, false, RULE_KDA, -5, 1, 2},
-        {1, 1, 64, 64, false, 0, 0, 40, 3, 65, 1, 1, false, RULE_KDA, 0, 1, 3},
+        {1, 1, 64, 64, false, 0, 0, 40, 0, 65, 1, 1, false, RULE_KDA, 0, 1, 3},
         {1, 2, 72, 40, false, 0, 0, 100, 16, 16, 1, 1, false, RULE_MAMBA, 0, 1, 3},
         {1, 1, 24, 32, false, 0, 0, 40, 9, 66, 1, 1, false, RULE_MAMBA, 0, 1, 1},
+        {1, 1, 24, 32, false, 0, 0, 40, 0, 66, 1, 1, false, RULE_MAMBA, 0, 1, 2},
     };
     for (auto &c : cases) run_delta(c);
 }

@@ -424,6 +424,19 @@ static void message_factors(const char *launch, void *args) {
 static void message_other(const char *launch, void *args) {
     change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { a.pair += a.n / 2; });
 }
+static void wrong_growth(struct rope_args &a) { a.temp_length += a.temp_length / 2 + 1; }
+static void decode_other_growth(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_decode", args, [](auto &a) { wrong_growth(a.rope); });
+}
+static void prefill_other_growth(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_gqa", args, wrong_growth);
+}
+static void latent_decode_other_growth(const char *launch, void *args) {
+    change_if<struct mla_query_args>(launch, "k_mla_query", args, [](auto &a) { wrong_growth(a.rope); });
+}
+static void latent_prefill_other_growth(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_mla", args, wrong_growth);
+}
 static void rel_no_temperature(const char *launch, void *args) {
     change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.shape.temp_scale = 0; });
 }
@@ -746,6 +759,7 @@ static void taps_of(const char *launch, const char *kernel, void *args) {
     change_if<struct delta_args>(launch, kernel, args, [](auto &a) { a.shape.n_conv = DELTA_TAPS; });
 }
 static void taps_before_decode(const char *launch, void *args) { taps_of(launch, "k_delta_decode", args); }
+static void taps_before_prefill(const char *launch, void *args) { taps_of(launch, "k_delta_mix", args); }
 static void taps_before_scan(const char *launch, void *args) { taps_of(launch, "k_mamba_scan", args); }
 static void taps_one_fewer(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_delta_", args, [](auto &a) { a.shape.n_conv--; });
@@ -1546,8 +1560,13 @@ static const struct {
                 {"ngrams", "blocks are shorter by a key", blocks_shorter},
                 {"ngrams", "tokens see the blocks of the next", means_by_next_token},
                 {"delta_net", "decode reads tokens before the taps", taps_before_decode},
+                {"delta_net", "prefill reads tokens before the taps", taps_before_prefill},
                 {"delta_net", "Mamba-2 reads tokens before the taps", taps_before_scan},
                 {"delta_net", "the oldest token under the taps is left out", taps_one_fewer},
+                {"operations", "queries grow later in decode", decode_other_growth},
+                {"operations", "queries grow later in prefill", prefill_other_growth},
+                {"operations", "queries of latents grow later in decode", latent_decode_other_growth},
+                {"operations", "queries of latents grow later in prefill", latent_prefill_other_growth},
                 {"pools", "pools have no offsets", pools_without_offsets},
                 {"pools", "pools have the offsets of the next token", next_offsets},
                 {"pools", "keys are their own gates", other_gates_of_keys},

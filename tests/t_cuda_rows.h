@@ -613,6 +613,7 @@ static void run_divide(int n) {
 static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len, int together = 1,
                              int among = 0) {
     enum { CANDIDATES = 9 };
+    const bool weighed = together == 1; /* means are not */
     auto seen = [&](int t) { return (len * together + t) / together; };
     const int keys = seen(n_tok - 1), per_score = block ? index_part(block) : 1,
               n_scores = (keys + per_score - 1) / per_score;
@@ -632,7 +633,8 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     struct index_args a = {};
     a.together = divisor_of(together);
     if (among) a.candidates = list_d, a.n_candidate = CANDIDATES, a.candidate_block = among;
-    a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
+    a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p;
+    a.w = weighed ? w_d.p : NULL;
     a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
     a.n_list = n_list, a.n_scores = n_scores, a.block = block, a.block_tokens = per;
     const int tokens = min(n_tok, per);
@@ -661,7 +663,7 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
                             dot += (double)f16_to_f32(q[(size_t)((t * n_index + h) * width + i)]) *
                                    k.value[(size_t)(x * width + i)];
                         if (block) want = fmax(want, dot);
-                        else want += 0.125 * (double)w[(size_t)(t * w_stride + h)] * fmax(dot, 0);
+                        else want += 0.125 * (weighed ? (double)w[(size_t)(t * w_stride + h)] : 1) * fmax(dot, 0);
                     }
                 sum.add((double)got[(size_t)((t * n_list + l) * n_scores + s)], want);
             }
@@ -717,12 +719,10 @@ extern "C" void cuda_test_indexer(void) {
             run_index_store(128, 128, fp8, fp8 != bias, bias), run_index_store(64, 32, fp8, bias, bias);
         run_index_store(128, 0, fp8, fp8, true, true);
         for (int width : {32, 64, 128}) run_index_scores(width, fp8, 36, 0, 3, 300, 1, width == 64 ? 3 : 8);
-        for (int width : {64, 128}) {
-            run_index_scores(width, fp8, 36, 0, 3, 300);
+        for (int width : {64, 128})
             for (int block : {16, 64}) run_index_scores(width, fp8, 3, block, 23, 300);
-        }
         for (int width = 16; width <= INDEX_WIDTH; width += 16)
-            run_index_scores(width, fp8, 20, 0, 5, 100, 3), run_index_scores(width, fp8, 5, 0, 3, 70, 4);
+            run_index_scores(width, fp8, 20, 0, 5, 100, 3), run_index_scores(width, fp8, 36, 0, 3, 300);
     }
     run_index_choose(9001, 2048, 0, 0, 8), run_index_choose(70, 33, 0, 0, 1), run_index_choose(9001, 700, 0, 0, 100000);
     run_index_choose(7100, 2100, 0, 0, 8), run_index_choose(9001, 40, 16, 2, 8),
