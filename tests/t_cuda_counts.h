@@ -116,7 +116,10 @@ static const struct count_exception {
     {"attn_gqa_decode<256,256,1,", 91, "the same"},
     {"attn_mla_kernel<512,0,", 86, "most of its blocks only read that they have no keys"},
     {"k_index_blocks", 94, "a block reads its run, and few keys"},
+    {"k_index_scores<128,1,1>", 87,
+     "four lanes of a warp store a score each, and FP8 scales of candidates are gathered"},
     {"k_index_scores", 90, "four lanes of a warp store a score each"},
+    {"k_index_choose<1>", 12, "a lane reads the scores of a block one after the other, which L1 holds"},
     {"k_index_choose", 20, "five readings of a few scores, which L1 holds"},
 };
 enum { COUNT_EXCEPTIONS = sizeof count_exceptions / sizeof *count_exceptions };
