@@ -57,7 +57,7 @@
  *  Model
  *   Model: tensors of a file                         450  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        220  heads, windows, rotations
- *   Families: grouped-query attention                220  what each reads, its layers, its forward
+ *   Families: grouped-query attention                280  what each reads, its layers, its forward
  *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            240  the same
  *   Families: gated delta nets                       200  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
@@ -172,10 +172,10 @@
  *  Programs
  *   Plan                                             560  --plan: bytes and roofline before anything is loaded
  *   Plan: the machine                                 110  GPUs or CPU, described or found
- *   Plan: forecast                                   530  the speed of decode: a fixed time and bytes for each kernel
+ *   Plan: forecast                                   620  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 460  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           440  opens model and session as the settings ask for
+ *   Engine                                           510  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 300  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
@@ -2080,8 +2080,9 @@ struct model {
     struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
     const struct family *family;
     char name[128];
-    int n_layer; /* of the forward */
-    int n_mtp;   /* MTP layers, which stand after them */
+    int n_layer;  /* of the forward */
+    int n_mtp;    /* MTP layers, which stand after them */
+    int n_unused; /* MTP layers of the file that do not run */
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
@@ -2138,7 +2139,7 @@ struct family {
     enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
-    bool no_mtp;          /* layers for multi-token prediction are passed over */
+    bool no_mtp;          /* MTP layers do not run: nothing says which keys they see */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
     /* Reads the metadata of attention, and what is this family's alone. */
@@ -4753,8 +4754,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and
- * Gemma 4.
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, gpt-oss, MiniMax, OLMoE, Llama, Granite,
+ * Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
  * ============================================================================================================ */
 
 /* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
@@ -5012,12 +5013,12 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
  *   o_t,i = sum over s of softmax_s(scale q_t,i . k_s,g(i)) v_s,g(i)         s <= t, and with a window t - s < window
  *   u_t   = W^O [o_t,1; ..; o_t,n_head]
  *
- * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing; with norm_last it comes
- * after R_t. R_t rotates pairs of values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
- * rope.freq[i] and the pair is values i and i + dim / 2, or neighbors (rope.pairs). A sink b_i adds exp(b_i) to the
- * softmax's denominator. Values may be normed without weights (v_norm), and be W^K_g h_t before its norm (v_is_k). A gate
- * multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and v_t: 2 n_head_kv head values a
- * token, which n_head / n_head_kv query heads share. */
+ * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing; with norm_last it
+ * comes after R_t. R_t rotates pairs of values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a
+ * sin t w_i + b cos t w_i), where w_i is rope.freq[i] and the pair is values i and i + dim / 2, or neighbors
+ * (rope.pairs). A sink b_i adds exp(b_i) to the softmax's denominator. Values may be normed without weights (v_norm),
+ * and be W^K_g h_t before its norm (v_is_k). A gate multiplies o_t,i by sigmoid or softplus of a product with h_t. The
+ * cache holds k_t and v_t: 2 n_head_kv head values a token, which n_head / n_head_kv query heads share. */
 
 /* A layer's grouped-query attention: A_X to partial sums in A_OUT, as of all mixers. */
 static void forward_gqa(struct program *p, const struct model *m, int il) {
@@ -6186,7 +6187,7 @@ static void loader_hparams(struct loader *l) {
     int blocks = loader_int(l, "block_count");
     m->n_mtp = loader_int_in(l, "nextn_predict_layers", 0, KEY_LO, blocks - 1);
     m->n_layer = blocks - m->n_mtp;
-    if (m->family->no_mtp) blocks -= m->n_mtp, m->n_mtp = 0;
+    if (m->family->no_mtp) m->n_unused = m->n_mtp, m->n_mtp = 0, blocks = m->n_layer;
     loader_ints(l, "attention.head_count", l->n_head);
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
@@ -6603,16 +6604,15 @@ static void model_max_dims(struct model *m) {
     }
 }
 
-/* Refuses tensors of the file that nothing has bound, but for those of layers that the family passes over. */
+/* Refuses tensors of the file that nothing has bound, but for those of layers that do not run. */
 static void loader_leftovers(struct loader *l) {
-    const int blocks = loader_int(l, "block_count");
+    const int first = model_blocks(l->m), n = l->m->n_unused;
     for (uint32_t i = 0; i < l->g->n_tensors && !l->failed; i++) {
         char name[GGUF_MAX_NAME + 1];
         int il;
         gguf_printable(l->g->tensors[i].name, name, sizeof name);
-        const bool passed = sscanf(name, "blk.%d.", &il) == 1 && il >= model_blocks(l->m) && il < blocks;
-        if (!l->used[i] && !(passed && l->m->family->no_mtp))
-            loader_fail(l, "tensor '%s' is not part of the architecture %s", name, l->arch);
+        const bool unused = sscanf(name, "blk.%d.", &il) == 1 && il >= first && il < first + n;
+        if (!l->used[i] && !unused) loader_fail(l, "tensor '%s' is not part of the architecture %s", name, l->arch);
     }
 }
 
@@ -32192,6 +32192,9 @@ static void engine_load(struct engine *e, struct settings *set, bool synthetic) 
     if (set->synth) synth_load(e, synthetic);
     else if (!set->model) model_missing(false);
     else if (model_load(&e->model, set->model, err)) die("%s", err);
+    if (e->model.n_unused)
+        note("layers for multi-token prediction of '%.200s' are not used, %d: nothing says which keys they see",
+             e->model.name, e->model.n_unused);
     settings_resolve(set, &e->model);
 }
 

@@ -38,6 +38,14 @@ static void test_cli_pipe(void) {
     arrfree(b);
 }
 
+/* Layers of a file that do not run are said. */
+static void test_cli_unused(void) {
+    check_command(MOE_BIN " --info --synth k-exaone-236b-a23b:block_count=5,nextn_predict_layers=1,"
+                          "attention.sliding_window_pattern=1:1:1:0 </dev/null | grep ^layers",
+                  0, "layers        4 (1 dense), 0 for multi-token prediction\n",
+                  "are not used, 1: nothing says which keys they see\n");
+}
+
 /* A model without experts: what is said of experts, and that options about them are idle. */
 static void test_cli_dense(void) {
 #define DENSE MOE_BIN " -m build/fixtures/qwen3.gguf "
@@ -1181,21 +1189,22 @@ static void test_readme_shapes(void) {
     arrfree(found);
 }
 
-#define TESTS_CLI                                                                                                    \
-    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                     \
-        {"cli/jsonl", test_cli_jsonl}, {"cli/alone", test_cli_alone}, {"cli/continue", test_cli_continue},           \
-        {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary},                                  \
-        {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},     \
-        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},         \
-        {"cli/help", test_cli_help}, {"cli/dense", test_cli_dense}, {"cli/llama-cli", test_cli_llama},               \
-        {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model},   \
-        {"cli/version", test_cli_version}, {"cli/info", test_cli_info}, {"cli/program", test_cli_program},           \
-        {"cli/info-indexer", test_cli_info_indexer}, {"cli/stdout-full", test_cli_stdout_full},                      \
-        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, \
-        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                  \
-        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},              \
-        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \
-        {"cli/bench-experts", test_cli_bench_experts}, {"cli/bench-depth", test_cli_bench_depth},                    \
-        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                  \
-        {"readme/families", test_readme_families}, {"readme/models", test_readme_models},                            \
+#define TESTS_CLI                                                                                                  \
+    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                   \
+        {"cli/jsonl", test_cli_jsonl}, {"cli/alone", test_cli_alone}, {"cli/continue", test_cli_continue},         \
+        {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary},                                \
+        {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
+        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
+        {"cli/help", test_cli_help}, {"cli/unused", test_cli_unused}, {"cli/dense", test_cli_dense},               \
+        {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet},       \
+        {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},   \
+        {"cli/program", test_cli_program}, {"cli/info-indexer", test_cli_info_indexer},                            \
+        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
+        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
+        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
+        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \
+        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench}, \
+        {"cli/bench-experts", test_cli_bench_experts}, {"cli/bench-depth", test_cli_bench_depth},                  \
+        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                \
+        {"readme/families", test_readme_families}, {"readme/models", test_readme_models},                          \
         {"readme/shapes", test_readme_shapes},

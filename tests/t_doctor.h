@@ -171,7 +171,8 @@ static void test_doctor_quiet(void) {
     machine_put("/proc/self/cgroup", "0::/%%n%%s/../%01000d\n", 1);
     machine_put("/proc/loadavg", "1e999\x1b");
     doctor_host(d);
-    for (int i = 0; i < DOCTOR_FINDINGS + 8; i++) doctor_find(d, SEVERITY_NOTE, "x", "a\x1b\xc3\xa4%0600d", i);
+    for (int i = 0; i < DOCTOR_FINDINGS + 8; i++)
+        doctor_find(d, SEVERITY_NOTE, "x", "a\x1b\xc3\xa4%0*d", ERR_MAX + 88, i);
     CHECK(d->n == DOCTOR_FINDINGS && strlen(d->found[d->n - 1].what) == ERR_MAX - 1, "%d findings", d->n);
     for (int i = 0; i < d->n; i++)
         for (const char *c = d->found[i].what; *c; c++) CHECK(*c >= 32 && *c < 127, "byte %d", *c);
