@@ -533,7 +533,7 @@ static bool is_logarithm(u32 d, u32 a) {
     C(lt_s64, INTS, l, "lt.s64", (int64_t)a < (int64_t)b) C(le_s64, INTS, l, "le.s64", (int64_t)a <= (int64_t)b)       \
     C(gt_s64, INTS, l, "gt.s64", (int64_t)a > (int64_t)b) C(ge_s64, INTS, l, "ge.s64", (int64_t)a >= (int64_t)b)       \
     C(lt_u64, INTS, l, "lt.u64", a < b) C(le_u64, INTS, l, "le.u64", a <= b) C(gt_u64, INTS, l, "gt.u64", a > b)       \
-    C(ge_u64, INTS, l, "ge.u64", a >= b)                                                                               \
+    C(ge_u64, INTS, l, "ge.u64", a >= b) C(eq_b64, INTS, l, "eq.b64", a == b)                                          \
     C(eq_f32, FLOATS, r, "eq.f32", F(a) == F(b)) C(ne_f32, FLOATS, r, "ne.f32", F(a) < F(b) || F(a) > F(b))            \
     C(lt_f32, FLOATS, r, "lt.f32", F(a) < F(b)) C(le_f32, FLOATS, r, "le.f32", F(a) <= F(b))                           \
     C(gt_f32, FLOATS, r, "gt.f32", F(a) > F(b)) C(ge_f32, FLOATS, r, "ge.f32", F(a) >= F(b))                           \
