@@ -51,6 +51,7 @@ void cuda_test_delta_recall(void);
 void cuda_test_norms(void); /* t_cuda_rows.h */
 void cuda_test_rotations(void);
 void cuda_test_indexer(void);
+void cuda_test_divisor(void);
 void cuda_test_rows(void);
 int cuda_test_mutate(const char *text); /* t_cuda_mutate.h */
 
@@ -3583,16 +3584,17 @@ static void test_cuda_decode_bench(void) {
         {"cuda/gemm", cuda_test_gemm}, {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},   \
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
         {"cuda/norms", cuda_test_norms}, {"cuda/rotations", cuda_test_rotations}, {"cuda/indexer", cuda_test_indexer}, \
-        {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
-        {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools}, {"cuda/streams", test_cuda_streams},       \
-        {"cuda/latents", test_cuda_latents}, {"cuda/lagging", cuda_test_lagging}, {"cuda/ring", test_cuda_ring},       \
-        {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta}, {"cuda/kda", cuda_test_kda},           \
-        {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative}, {"cuda/results", cuda_test_results},   \
-        {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide}, {"cuda/recurrent", test_cuda_recurrent},     \
-        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
-        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
-        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/parts", test_cuda_parts},                              \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
-        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},
+        {"cuda/divisor", cuda_test_divisor}, {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, \
+        {"cuda/forms", test_cuda_forms}, {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools},           \
+        {"cuda/streams", test_cuda_streams}, {"cuda/latents", test_cuda_latents}, {"cuda/lagging", cuda_test_lagging}, \
+        {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
+        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative},           \
+        {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide},         \
+        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
+        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
+        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
+        {"cuda/parts", test_cuda_parts}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
+        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
+        {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite},           \
+        {"cuda/nan", test_cuda_nan}, {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images},             \
+        {"cuda/forgotten", test_cuda_forgotten},

@@ -729,6 +729,10 @@ extern "C" void cuda_test_indexer(void) {
         run_index_choose(8300, 16, 32 * 31, 1, 100);
     run_index_choose(7100, 16, 32 * 31, 1, 100), run_index_choose(20, 4, 64, 1, 2);
     run_index_choose(9001, 512, 0, 0, 8, 1), run_index_choose(70, 33, 0, 0, 1, 4), run_index_choose(70, 33, 0, 0, 8, 3);
+}
+
+extern "C" void cuda_test_divisor(void) {
+    begin_test(29);
     for (int n : {1, 2, 3, 4, 5, 7, 48, 127, 128, 641, 4096, 65535, 1000003, 1 << 28, INT_MAX}) run_divide(n);
 }
 
