@@ -2257,8 +2257,8 @@ static inline size_t attn_topk_all(const struct attn *a) {
     return (size_t)attn_topk_lists(a) * (size_t)attn_topk_blocks(a);
 }
 
-/* Values of a row of the residual, in all streams, and how many say how they are read: what a pipeline stage hands to the
- * next. */
+/* Values of a row of the residual, in all streams; coefficients by which the next half reads lagging streams; and both
+ * together, which a pipeline stage hands to the next. */
 static inline int residual_width(const struct model *m) {
     return (m->n_hc ? m->n_hc : m->n_res ? m->n_res : 1) * m->n_embd;
 }
@@ -2865,13 +2865,14 @@ enum {
     MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
-/* Where routed experts are that are not all on the GPUs, and tables of n-grams; zeros: experts are on the GPUs, tables in
- * the host's memory. It has the experts of every layer of which a GPU lacks some, or a store has them. */
+/* Where routed experts are if not all are on the GPUs, and where tables of n-grams are. Zeros: all experts are on the GPUs,
+ * and the tables in the host's memory. The experts of every layer of which a GPU lacks some are in the host's memory, or in
+ * a store. */
 struct offload {
     int n_slot;     /* experts of a layer that a GPU holds at most; 0: all */
     int n_cpu;      /* layers before this one (of the model) have none there: the CPU computes them in decode */
     int n_ask;      /* experts that a rank asks the store for at once; 0: the host's memory has all */
-    bool read_rows; /* tables of n-grams are in the file alone, of which the host reads the rows that are used */
+    bool read_rows; /* tables of n-grams are only in the file; the host reads the rows that are used */
 };
 
 /* Consecutive tokens of one timeline in the batch of a pass. */
@@ -3015,7 +3016,7 @@ struct row_list {
     int table;              /* of the model */
     int32_t n;              /* rows: n_head for each token */
     int32_t *row;           /* (n) their numbers in the table; */
-    uint8_t *rows, *scales; /* (n, row_bytes) they, and their scales */
+    uint8_t *rows, *scales; /* (n, row_bytes) those rows, and their scales */
 };
 
 /* Rows that a rank on a GPU asks the host for (Experts for GPUs). In pinned memory; kernels of the rank write `asked`, n
@@ -3515,11 +3516,13 @@ static inline double state_reads(const struct model *m, enum kv_type type, size_
     return bytes;
 }
 
-/* Where a row of A_MIX says how the next half reads the streams, where that lags: after the coefficients and the squared
- * sum, from a multiple of 16 bytes on. And the values of a row. */
-static inline int hc_lag_at(const struct model *m) { return ((2 + m->n_hc) * m->n_hc + 1 + 3) / 4 * 4; }
+/* A row of A_MIX has the coefficients of a half and the squared sum. Where reading the streams lags, coefficients by which
+ * the next half reads them follow at a multiple of 16 bytes. Returns the values of the first part; the place of the
+ * second; the values of a row. */
+static inline int hc_sums_width(const struct model *m) { return (2 + m->n_hc) * m->n_hc + 1; }
+static inline int hc_lag_at(const struct model *m) { return (hc_sums_width(m) + 3) / 4 * 4; }
 static inline int hc_mix_width(const struct model *m) {
-    return lag_width(m) ? hc_lag_at(m) + lag_width(m) : (2 + m->n_hc) * m->n_hc + 1;
+    return lag_width(m) ? hc_lag_at(m) + lag_width(m) : hc_sums_width(m);
 }
 
 /* A row of A_MIX where the residual is blocks: the squared sums of the rows of A_HC, for READ_Q to READ_V the scores of
@@ -13634,7 +13637,7 @@ static const struct gguf_image *image_of(const struct gguf *g, const uint8_t *p)
 
 enum { ROWS_AT_ONCE = 256 /* that reader_rows asks for */ };
 
-/* Bytes of the room that it needs. */
+/* Bytes of the parameter room of reader_rows. */
 static size_t reader_rows_room(const struct weight *w) {
     return ROWS_AT_ONCE * ((w->row_bytes + 2 * (size_t)READ_ALIGN - 2) / READ_ALIGN * READ_ALIGN);
 }
@@ -13642,17 +13645,16 @@ static size_t reader_rows_room(const struct weight *w) {
 /* to (n, row_bytes) = rows of a table, which it reads from its file. room: at a multiple of READ_ALIGN. */
 static void reader_rows(struct reader *d, const struct gguf *g, const struct weight *w, const int32_t *row, int n,
                         uint8_t *room, uint8_t *to) {
+    const struct gguf_image *im = image_of(g, w->data);
     const size_t each = reader_rows_room(w) / ROWS_AT_ONCE;
-    const uint8_t *at[ROWS_AT_ONCE];
+    uint8_t *at[ROWS_AT_ONCE];
     for (int first = 0; first < n; first += ROWS_AT_ONCE) {
         const int some = int_min(n - first, ROWS_AT_ONCE);
         _Atomic int left = 0;
         for (int i = 0; i < some; i++) {
-            const uint8_t *from = w->data + (size_t)row[first + i] * w->row_bytes;
-            const struct gguf_image *im = image_of(g, from);
-            const uint64_t offset = (uint64_t)(from - im->base);
+            const uint64_t offset = (uint64_t)(w->data - im->base) + (uint64_t)row[first + i] * w->row_bytes;
             at[i] = room + (size_t)i * each + offset % READ_ALIGN;
-            reader_ask(d, im->fd, offset, w->row_bytes, room + (size_t)i * each + offset % READ_ALIGN, &left);
+            reader_ask(d, im->fd, offset, w->row_bytes, at[i], &left);
         }
         reader_wait(d, &left);
         for (int i = 0; i < some; i++) memcpy(to + (size_t)(first + i) * w->row_bytes, at[i], w->row_bytes);
@@ -15149,8 +15151,8 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
  * halves on a GPU, so the text may differ from that of another --n-cpu-moe; it does not depend on -t.
  *
  * Where the host's memory has not all experts, ranks ask for those that they lack (struct store_question): when they are
- * in the store's memory, the answer says where. All ranks of a stage ask the same. So they do where it has no tables of
- * n-grams (struct row_question): the answer are the rows.
+ * in the store's memory, the answer says where. All ranks of a stage ask the same. They ask so for rows of n-grams
+ * where it has no tables of them (struct row_question), and the answer is the rows.
  * ============================================================================================================ */
 
 struct expert_server {
@@ -30710,8 +30712,8 @@ static void launch_add_blocks(struct launches *k, const struct step *s) {
     if (reads && !s->ffn) k->first = at;
 }
 
-/* Adds the norms of streams, which other ones than of a low rank are mixed before; at the end of a stage that is not the
- * last nothing is normed. */
+/* Adds the norms of streams. Streams that are not of a low rank are mixed first. At the end of a stage before the last
+ * nothing is normed. */
 static void launch_add_streams(struct launches *k, const struct step *s) {
     const struct model *m = k->m;
     if (m->shard.n_rank > 1 && s->partial != ACT_COUNT) launch_add_sum(k);
@@ -32193,7 +32195,8 @@ static void engine_load(struct engine *e, struct settings *set, bool synthetic) 
     else if (!set->model) model_missing(false);
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     if (e->model.n_unused)
-        note("layers for multi-token prediction of '%.200s' are not used, %d: nothing says which keys they see",
+        note("'%.200s' has layers for multi-token prediction (%d) that are not used: no reference says which keys they "
+             "see",
              e->model.name, e->model.n_unused);
     settings_resolve(set, &e->model);
 }

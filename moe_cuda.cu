@@ -4620,12 +4620,16 @@ DEVICE void attn_rows_of(struct attn_work *w, const struct attn_args &a, bool ri
     w->late = ring ? w->wrap - w->k.shift : -w->k.shift;
 }
 
-/* Returns the position of key `key` of a list, in blocks of one or (BLOCKS) of w.block.n. */
+/* Returns the position of key `key` of a list of blocks of block.n keys. */
+DEVICE int key_of_blocks(const int32_t *list, const struct divisor &block, int key) {
+    const int at = block.of(key);
+    return key + (list[at] - at) * block.n;
+}
+
+/* The same of a list of one key each or (BLOCKS) of blocks of w.block.n. */
 template <bool BLOCKS>
 DEVICE int attn_chosen(const struct attn_work &w, int key) {
-    if (!BLOCKS) return w.chosen[key];
-    const int at = w.block.of(key);
-    return key + (w.chosen[at] - at) * w.block.n;
+    return BLOCKS ? key_of_blocks(w.chosen, w.block, key) : w.chosen[key];
 }
 
 /* Returns by how many rows key `key`, the first of a step, lies before row `key` of its cache tensor. CHOSEN: there
@@ -6307,10 +6311,11 @@ struct index_args {
     int block, local;        /* keys of a block; blocks that a query always sees, its own and those before it */
     int parts;               /* scores of a block */
     struct divisor together; /* a key has together.n tokens, and is seen from the last of them on */
-    /* (n_tok, n_candidate) ascending blocks of candidate_block keys, of queries with more blocks, of which the last is one:
-     * what keys are scored and chosen among, and numbered in the order of these. NULL: all keys */
+    /* (n_tok, n_candidate) ascending blocks of candidate_block.n keys, of queries with more blocks, of which the last is
+     * one: what keys are scored and chosen among, and numbered in the order of these. NULL: all keys */
     const int32_t *candidates;
-    int n_candidate, candidate_block;
+    int n_candidate;
+    struct divisor candidate_block;
     /* means: a key is made of the mean of its tokens' keys, of which the ring has those before the batch */
     bool means, keep; /* keep: the ring gets those of the batch */
     struct cache_tensor ring;
@@ -6320,15 +6325,17 @@ struct index_args {
 /* The keys that are scored for a token: `n`, of which key i is key at(i) of the context. */
 struct index_keys {
     const int32_t *list; /* candidates; NULL: the keys are those of the context */
-    int block, n;
-    DEVICE_MEMBER int at(int i) const { return list ? list[i / block] * block + i % block : i; }
+    struct divisor block;
+    int n;
+    DEVICE_MEMBER int at(int i) const { return list ? key_of_blocks(list, block, i) : i; }
 };
 /* Those of token `row` of the launch, which sees so many keys. */
 DEVICE struct index_keys index_keys_of(const struct index_args &a, int row, int seen) {
-    if (!a.candidates) return {NULL, 1, seen};
-    const int more = (seen + a.candidate_block - 1) / a.candidate_block - a.n_candidate; /* blocks than candidates */
-    if (more <= 0) return {NULL, 1, seen};
-    return {a.candidates + (size_t)row * a.n_candidate, a.candidate_block, seen - more * a.candidate_block};
+    const struct divisor &block = a.candidate_block;
+    if (!a.candidates) return {NULL, block, seen};
+    const int more = block.of(seen + block.n - 1) - a.n_candidate; /* blocks than candidates */
+    if (more <= 0) return {NULL, block, seen};
+    return {a.candidates + (size_t)row * a.n_candidate, block, seen - more * block.n};
 }
 
 /* The key of the block that ends with row t, with one warp: the mean of its tokens' keys, normed and rotated, goes to the
@@ -6487,7 +6494,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int pos = run_base(u) + a.first + t0, len = a.together.of(pos + n), m_tiles = (n_index + 15) / 16;
     const struct run_rows where = run_rows_of(u, a.rope.kp);
     if (len <= a.top_k) return;
-    const struct index_keys among = AMONG ? index_keys_of(a, t0, len) : index_keys{NULL, 1, len};
+    const struct index_keys among = AMONG ? index_keys_of(a, t0, len) : index_keys{NULL, a.candidate_block, len};
     L::queries(q, n * m_tiles, [&](int tile, int r) -> const uint16_t * {
         const int head = tile % m_tiles * 16 + r;
         return head < n_index ? a.rope.q16 + ((size_t)(t0 + tile / m_tiles) * n_index + head) * WIDTH : NULL;
@@ -10205,7 +10212,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.n_scores = index_scores_of(layer, r->n_ctx);
     a.together = divisor_of(shape.index_means ? shape.index_block : max(shape.compress_ratio, 1));
     a.n_candidate = shape.candidates;
-    a.candidate_block = shape.candidate_block;
+    a.candidate_block = divisor_of(max(shape.candidate_block, 1));
     const int limit = candidate_keys(shape);
     if (shape.candidate_back) a.n_scores = min(a.n_scores, limit);
     if (shape.index_means) {

@@ -2772,17 +2772,24 @@ static void batches_agree(const char *name, const struct model *m, const struct 
     free(want);
 }
 
-static bool cuda_parallel_open(struct session *s, const struct model *m, const struct parallel_case *c,
-                               struct timelines t) {
+/* A session of timelines; false after a failed check. */
+static bool timelines_session(struct session *s, const struct model *m, const struct parallel_case *c,
+                              struct timelines t, struct offload offload) {
     char err[ERR_MAX] = "";
     const struct cuda_options o = {.n_ctx = parallel_tokens(c),
                                    .timelines = t,
                                    .kv = c->kv,
                                    .moe_act = MOE_ACT_F16,
                                    .kv_splits = 3,
-                                   .device = {0, 1, 2, 3}};
+                                   .device = {0, 1, 2, 3},
+                                   .offload = offload};
     cuda_test_devices(4, true);
     return CHECK(session_open(s, m, c->tp, c->pp, layout_start, &o, err) == 0, "%s", err);
+}
+
+static bool cuda_parallel_open(struct session *s, const struct model *m, const struct parallel_case *c,
+                               struct timelines t) {
+    return timelines_session(s, m, c, t, (struct offload){0});
 }
 
 /* Timelines that come and go side by side give the bits that each gives alone. */

@@ -1252,7 +1252,7 @@ static void scored_not_among(const char *launch, void *args) {
     });
 }
 static void among_smaller_blocks(const char *launch, void *args) {
-    change_among(launch, args, [](auto &a) { a.candidate_block--; });
+    change_among(launch, args, [](auto &a) { a.candidate_block = divisor_of(a.candidate_block.n - 1); });
 }
 static void among_one_fewer(const char *launch, void *args) {
     change_among(launch, args, [](auto &a) { a.n_candidate--; });

@@ -632,7 +632,7 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     gpu_array<int32_t> list_d(list);
     struct index_args a = {};
     a.together = divisor_of(together);
-    if (among) a.candidates = list_d, a.n_candidate = CANDIDATES, a.candidate_block = among;
+    if (among) a.candidates = list_d, a.n_candidate = CANDIDATES, a.candidate_block = divisor_of(among);
     a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p;
     a.w = weighed ? w_d.p : NULL;
     a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
