@@ -5,7 +5,7 @@
  *
  *   numbers    BF16, F16, E4M3, UE4M3, E8M0, E2M1: to and from F32
  *   formats    the table of the formats of weights
- *   blocks     NVFP4, MXFP4, Q8_0: decode, quantize, repack from the Hugging Face order
+ *   blocks     NVFP4, MXFP4, Q8_0, FP8: decode, quantize, repack from the Hugging Face order
  *   reader     gguf_open (maps a file and its parts), gguf_open_header (also a header without data), gguf_parse and
  *              gguf_parse_header (the same of one image in memory), typed look-ups
  *   writer     gguf_put_*, gguf_add_tensor, gguf_header: the header in memory; the caller streams the tensor data
@@ -177,6 +177,15 @@ struct block_q8_0 {
 };
 static_assert(sizeof(struct block_q8_0) == 34, "a Q8_0 block is 34 bytes");
 
+/* FP8: 128 weights. weight = E4M3(qs[j]) * F32(d). ggml has no such type: it keeps the codes and the scales of releases in
+ * FP8, one scale for 128 x 128 weights, for a row or for a matrix, in every row. */
+enum { FP8_BLOCK = 128 };
+struct block_fp8 {
+    uint8_t d[4]; /* F32, little-endian */
+    uint8_t qs[FP8_BLOCK];
+};
+static_assert(sizeof(struct block_fp8) == 132, "an FP8 block is 132 bytes");
+
 /* Whether NAME.scale, a factor of each matrix, belongs to a format. */
 enum gguf_factor {
     GGUF_FACTOR_NONE, /* nothing that quantizes to it writes one */
@@ -184,10 +193,10 @@ enum gguf_factor {
     GGUF_FACTOR_OWN   /* every matrix has one: the scales of its blocks are relative to it */
 };
 
-/* The types of ggml in the order of their numbers in a file (enum ggml_type); an error can name whatever type was
- * found. An O has the bytes of a value; 0: the type is not supported. An X is a format of weights. Whatever depends
- * on the format is a column here, a switch over enum gguf_type without default, or stands beside an assertion of
- * GGUF_FORMAT_COUNT: the compiler names what a new row lacks.
+/* The types of ggml in the order of their numbers in a file (enum ggml_type), and those of moe after them; an error can
+ * name whatever type was found. An O has the bytes of a value; 0: the type is not supported. An X is a format of
+ * weights. Whatever depends on the format is a column here, a switch over enum gguf_type without default, or stands
+ * beside an assertion of GGUF_FORMAT_COUNT: the compiler names what a new row lacks.
  *   NAME, name   GGUF_NAME is the type, name_decode_row decodes it
  *   block        weights of a block; 1: the format is one of floats
  *   bytes        of a block
@@ -209,31 +218,41 @@ enum gguf_factor {
     X(MXFP4, mxfp4,    32, sizeof(struct block_mxfp4),        38, NONE)                                     \
     X(NVFP4, nvfp4,    64, sizeof(struct block_nvfp4),        39, OWN)                                      \
     O(Q1_0, 0) O(Q2_0, 0)
+/* of moe alone, from the number GGUF_OWN on */
+#define GGUF_OWN_TYPES(X)                                                                                   \
+    X(FP8,   fp8, FP8_BLOCK, sizeof(struct block_fp8),     65536, ANY)
 /* clang-format on */
 
 #define GGUF_NOTHING(...)
-#define GGUF_FORMATS(X) GGUF_TYPES(X, GGUF_NOTHING)
+#define GGUF_FORMATS(X) GGUF_TYPES(X, GGUF_NOTHING) GGUF_OWN_TYPES(X)
 #define GGUF_OTHERS(O)  GGUF_TYPES(GGUF_NOTHING, O)
 
 #define GGUF_NUMBER(NAME, ...) GGUF_NUMBER_##NAME,
 #define GGUF_MEMBER(NAME, ...) GGUF_##NAME = GGUF_NUMBER_##NAME,
 #define GGUF_INDEX(NAME, ...)  GGUF_INDEX_##NAME,
 enum { GGUF_TYPES(GGUF_NUMBER, GGUF_NUMBER) GGUF_TYPE_COUNT };
+enum { GGUF_OWN = 65536, GGUF_BEFORE_OWN = GGUF_OWN - 1, GGUF_OWN_TYPES(GGUF_NUMBER) GGUF_OWN_END };
+enum { GGUF_TYPE_SLOTS = GGUF_TYPE_COUNT + GGUF_OWN_END - GGUF_OWN }; /* of an array with a place for each type */
 enum gguf_type { GGUF_FORMATS(GGUF_MEMBER) };
 enum { GGUF_OTHERS(GGUF_MEMBER) };
 enum { GGUF_FORMATS(GGUF_INDEX) GGUF_FORMAT_COUNT }; /* of gguf_formats */
 
 static_assert(GGUF_Q8_0 == 8 && GGUF_BF16 == 30 && GGUF_NVFP4 == 40, "each type has the number that ggml gives it");
+static_assert((int)GGUF_FP8 == (int)GGUF_OWN, "files have this number");
 
-/* The labels of a switch for all formats of floats, and for all formats of blocks. */
+/* The labels of a switch for all formats of floats, for those whose blocks are integers with scales (E2M1 is half of
+ * one), and for all formats of blocks. */
 #define GGUF_FLOATS \
     GGUF_F32:       \
     case GGUF_F16:  \
     case GGUF_BF16
-#define GGUF_BLOCKS  \
-    GGUF_Q8_0:       \
-    case GGUF_MXFP4: \
+#define GGUF_INTEGERS \
+    GGUF_Q8_0:        \
+    case GGUF_MXFP4:  \
     case GGUF_NVFP4
+#define GGUF_BLOCKS \
+    GGUF_INTEGERS:  \
+    case GGUF_FP8
 
 /* What a type is called, and what a row of it takes. */
 struct gguf_type_traits {
@@ -244,11 +263,21 @@ struct gguf_type_traits {
 #define GGUF_FORMAT_TRAITS(NAME, name, block, bytes, ...) {#NAME, block, bytes},
 #define GGUF_OTHER_TRAITS(NAME, bytes)                    {#NAME, (bytes) > 0, bytes},
 
-/* Returns the traits of a type, of "unknown" if ggml has no such type. */
+/* Returns the traits of a type, of "unknown" if neither ggml nor moe has such a type. */
 static inline struct gguf_type_traits gguf_type_info(uint32_t type) {
     static const struct gguf_type_traits t[] = {GGUF_TYPES(GGUF_FORMAT_TRAITS, GGUF_OTHER_TRAITS)};
+    static const struct gguf_type_traits own[] = {GGUF_OWN_TYPES(GGUF_FORMAT_TRAITS)};
     static const struct gguf_type_traits unknown = {"unknown", 0, 0};
+    if (type >= GGUF_OWN && type < GGUF_OWN_END) return own[type - GGUF_OWN];
     return type < GGUF_TYPE_COUNT ? t[type] : unknown;
+}
+
+/* Returns the place of a type in an array of GGUF_TYPE_SLOTS, and the type of a place. */
+static inline uint32_t gguf_type_slot(uint32_t type) {
+    return type < GGUF_OWN ? type : type - GGUF_OWN + GGUF_TYPE_COUNT;
+}
+static inline uint32_t gguf_slot_type(uint32_t slot) {
+    return slot < GGUF_TYPE_COUNT ? slot : slot - GGUF_TYPE_COUNT + GGUF_OWN;
 }
 
 /* Ends the program: `where`, a function, was called with a type that it never gets. */
@@ -327,6 +356,13 @@ static inline void q8_0_decode_block(const struct block_q8_0 *b, float *out) {
     for (int j = 0; j < 32; j++) out[j] = (float)b->qs[j] * d;
 }
 
+/* out (FP8_BLOCK) = one FP8 block. */
+static inline void fp8_decode_block(const struct block_fp8 *b, float *out) {
+    float d;
+    memcpy(&d, b->d, sizeof d);
+    for (int j = 0; j < FP8_BLOCK; j++) out[j] = e4m3_to_f32(b->qs[j]) * d;
+}
+
 /* Decode a row of n weights, a multiple of the block, to F32 without the factor in NAME.scale. */
 typedef void gguf_decode(const uint8_t *row, float *out, size_t n);
 
@@ -350,6 +386,10 @@ static inline void mxfp4_decode_row(const uint8_t *row, float *out, size_t n) {
 
 static inline void nvfp4_decode_row(const uint8_t *row, float *out, size_t n) {
     for (size_t i = 0; i < n / 64; i++) nvfp4_decode_block((const struct block_nvfp4 *)row + i, out + 64 * i);
+}
+
+static inline void fp8_decode_row(const uint8_t *row, float *out, size_t n) {
+    for (size_t i = 0; i < n / FP8_BLOCK; i++) fp8_decode_block((const struct block_fp8 *)row + i, out + FP8_BLOCK * i);
 }
 
 /* A format of weights; gguf_type_info has its name and sizes. */

@@ -3623,6 +3623,7 @@ static inline enum weight_format weight_format(enum gguf_type type) {
     case GGUF_NVFP4:
     case GGUF_MXFP4: return FMT_FP4;
     case GGUF_Q8_0: return FMT_Q8;
+    case GGUF_FP8:
     case GGUF_FLOATS: return FMT_F16;
     }
     gguf_unexpected(__func__, type);
@@ -7150,10 +7151,10 @@ struct synth {
     bool qkv_bias, head_norm, head_gate; /* of a family of which some models have them */
     bool value_gate;                     /* head_gate: there is a gate for every value */
     bool window_sinks, sh_weight;
-    enum gguf_type ff_type; /* of feed-forwards; 0: NVFP4 */
-    bool q8;                /* the backbone is Q8_0 instead of BF16 */
-    bool sizes;             /* only sizes are looked at: nothing is filled in */
-    char more[1000];        /* keys that are added to `keys` or take the place of some, each after a blank */
+    enum gguf_type ff_type;  /* of feed-forwards; 0: NVFP4 */
+    enum gguf_type backbone; /* type of the matrices that are not of feed-forwards; 0: BF16 */
+    bool sizes;              /* only sizes are looked at: nothing is filled in */
+    char more[1000];         /* keys that are added to `keys` or take the place of some, each after a blank */
 };
 
 /* clang-format off */
@@ -7785,7 +7786,7 @@ static void synth_parse_key(struct synth *y, const char *arg, const char **p) {
     *p = end;
 }
 
-/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0,KEY=VALUE,.., all optional. */
+/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8,KEY=VALUE,.., all optional. */
 static struct synth synth_parse(const char *arg) {
     const size_t n = strcspn(arg, ":");
     struct nearest near = {0};
@@ -7801,8 +7802,9 @@ static struct synth synth_parse(const char *arg) {
     const char *p = arg + n;
     for (char mark = ':'; *p == mark; mark = ',') {
         p++;
-        if (skip_word(&p, "backbone=bf16")) y.q8 = false;
-        else if (skip_word(&p, "backbone=q8_0")) y.q8 = true;
+        if (skip_word(&p, "backbone=bf16")) y.backbone = GGUF_BF16;
+        else if (skip_word(&p, "backbone=q8_0")) y.backbone = GGUF_Q8_0;
+        else if (skip_word(&p, "backbone=fp8")) y.backbone = GGUF_FP8;
         else if (skip_word(&p, "experts=")) experts = skip_number(&p);
         else if (skip_word(&p, "layers=") || p[strcspn(p, ",=")] != '=') layers = skip_number(&p);
         else if (strncmp(p, "backbone=", 9)) synth_parse_key(&y, arg, &p);
@@ -7816,8 +7818,8 @@ static struct synth synth_parse(const char *arg) {
         char steps[32] = "", most[96] = "";
         if (step > 1) snprintf(steps, sizeof steps, " in steps of %ld", step);
         if (n_expert) snprintf(most, sizeof most, " experts=M from %ld to %d%s,", least, n_expert, steps);
-        die_usage("--synth %s: expected %s, with layers=N from 1 to %d,%s backbone=bf16 or backbone=q8_0, or KEY=VALUE "
-                  "for a key of its metadata, separated by commas, after a colon",
+        die_usage("--synth %s: expected %s, with layers=N from 1 to %d,%s backbone=bf16, q8_0 or fp8, or KEY=VALUE for "
+                  "a key of its metadata, separated by commas, after a colon",
                   arg, y.name, n_layer, most);
     }
     if (experts != -1) synth_set(&y, "expert_count", "%ld", experts);
@@ -7924,6 +7926,13 @@ void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, ui
         case GGUF_NVFP4:
             for (int s = 0; s < 4; s++) to[s] = (uint8_t)(0x30 + rng_next(rng) % 16);
             synth_codes(to + 4, 32, rng);
+            break;
+        case GGUF_FP8: {
+            const float scale = 0.025f / 448;
+            memcpy(to, &scale, 4);
+            synth_codes(to + 4, 128, rng);
+            for (int j = 4; j < 132; j++) to[j] = (uint8_t)(to[j] - ((to[j] & 0x7f) == 0x7f)); /* no NaN */
+        }
         }
     }
     for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
@@ -7938,13 +7947,19 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
     arrput(*list, t);
 }
 
-/* The tensors of layer il, by the table of tensors: feed-forwards NVFP4, vectors and routers F32, the rest BF16 or
- * Q8_0. */
+/* The type of a matrix of the backbone with rows of n_in. fp8: releases in FP8 have it in FP8, and moe-convert keeps it; the
+ * others are BF16 beside it. */
+static enum gguf_type synth_backbone(const struct synth *y, int n_in, bool fp8) {
+    if (!y->backbone) return GGUF_BF16;
+    return y->backbone == GGUF_FP8 && (!fp8 || n_in % FP8_BLOCK) ? GGUF_BF16 : y->backbone;
+}
+
+/* The tensors of layer il, by the table of tensors: feed-forwards NVFP4, vectors and routers F32, the rest of the
+ * backbone's type. */
 static void synth_add_layer(struct synth_tensor **list, const struct synth *y, const struct synth_sizes *s,
                             struct loader *l, int il) {
     const struct model *m = l->m;
     const bool dense = il < s->n_dense;
-    const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
     const enum gguf_type ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
     struct layer layer = {0};
     char name[64];
@@ -7982,6 +7997,9 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
             synth_add(list, GGUF_I32, in, s->n_vocab, 1, name, il);
             continue;
         }
+        const bool fp8 = rule->field != offsetof(struct layer, wk_b) && rule->out != DIM_VOCAB &&
+                         rule->out != DIM_TOKENS && rule->in != DIM_2_EMBD;
+        const enum gguf_type backbone = synth_backbone(y, in, fp8);
         if (rule->n == DIM_GROUPS) { /* the groups are one matrix */
             synth_add(list, backbone, in, out * n, 1, name, il);
             continue;
@@ -8005,7 +8023,7 @@ static int ngram_rows(const struct ngram *g) {
 /* The tensors of a shape (stb_ds). Its family reads the metadata, as from a file. */
 static struct synth_tensor *synth_tensors(const struct synth *y) {
     struct synth_tensor *list = NULL;
-    const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    const enum gguf_type backbone = synth_backbone(y, 0, false);
     char err[ERR_MAX];
     struct model m = {0};
     struct loader l = {0};
@@ -8381,7 +8399,7 @@ static void team_stop(struct team *t) {
  * thread's share, allocates nothing and knows nothing of models, layers or threads.
  *
  * Each instruction set has a table, struct kernels. At start kernels_choose picks the first one that the machine runs.
- * All tables decode weights exactly; only AMX rounds Q8_0 weights, to 2^-17. Activations may be rounded: to 16-bit
+ * All tables decode weights exactly; only AMX rounds Q8_0 and FP8 weights, to 2^-17. Activations may be rounded: to 16-bit
  * integers with one F32 scale per 32 (ACT_I16), or to the sum of two BF16 numbers (ACT_BF16).
  *
  * Invariant: an element of a result depends on its row of weights, its row of activations and the activation format
@@ -8436,8 +8454,9 @@ enum {
 /* C (m, n) += A (m, k) B (k, n), row-major. lda, ldb, ldc: floats per row. */
 typedef void sgemm_function(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
 
-/* y (n, ldy) = the transpose of m rows of n values of a type of floats, x_stride bytes apart, as F32. Columns from m
- * on, up to the next multiple of TRANSPOSE_ROWS, become 0; ldy is at least that. */
+/* y (n, ldy) = the transpose of m rows of n values of a type of floats or of FP8, x_stride bytes apart, as F32; n is a
+ * multiple of the type's block. Columns from m on, up to the next multiple of TRANSPOSE_ROWS, become 0; ldy is at least
+ * that. */
 typedef void transpose_function(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n, float *y,
                                 int ldy);
 
@@ -8483,8 +8502,14 @@ struct kernels {
 
 /* Whether a tile of F32 products prefetches the rows after its own: it is the first that reads them, and they follow in
  * memory. */
-static inline bool gemm_prefetches(const struct gemm *g, int t0, size_t weight_size) {
-    return t0 == 0 && g->n_tok <= PREFETCH_TOKENS && g->w_stride == weight_size * (size_t)g->n_in;
+static inline bool gemm_prefetches(const struct gemm *g, int t0) {
+    return t0 == 0 && g->n_tok <= PREFETCH_TOKENS && g->w_stride == gguf_row_bytes(g->type, (size_t)g->n_in);
+}
+
+/* Returns the bytes of n weights; of a part of a block its share, rounded down. */
+static inline size_t weights_bytes(enum gguf_type type, size_t n) {
+    const struct gguf_type_traits t = gguf_type_info(type);
+    return n * t.bytes / t.block;
 }
 
 /* Returns the packed activations of token t. */
@@ -8596,7 +8621,7 @@ static void ref_sgemm_add(int m, int n, int k, const float *a, int lda, const fl
 }
 
 static void ref_transpose(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n, float *y, int ldy) {
-    enum { PIECE = 64 };
+    enum { PIECE = 128 };
     for (int r = 0; r < m || r % TRANSPOSE_ROWS; r++)
         for (int i = 0; i < n; i += PIECE) {
             float v[PIECE] = {0};
@@ -8815,6 +8840,23 @@ INLINE void vec_load_e4m3(const uint8_t *row, int i, vf *out) {
     vec_e4m3(&code, out);
 }
 
+/* Returns where the code of weight i of an FP8 row lies: the blocks before it and its own have scales. */
+INLINE const uint8_t *fp8_code(const uint8_t *row, int i) {
+    return row + (unsigned)i + sizeof(float) * ((unsigned)i / FP8_BLOCK + 1);
+}
+
+/* Returns the scale of the block of weight i. */
+INLINE float fp8_scale_at(const uint8_t *row, int i) {
+    float d;
+    memcpy(&d, row + sizeof(struct block_fp8) * ((unsigned)i / FP8_BLOCK), sizeof d);
+    return d;
+}
+
+INLINE void vec_load_fp8(const uint8_t *row, int i, vf *out) {
+    vec_load_e4m3(fp8_code(row, i), 0, out);
+    *out *= fp8_scale_at(row, i);
+}
+
 /* x = e^x. Above 88 it gives e^88, below -87.3 it gives 0. x = n ln 2 + r, and e^r is a polynomial of degree 6 (Cephes,
  * expf); the relative error is at most 2e-7. */
 INLINE void vec_exp(vf *x) {
@@ -8849,8 +8891,8 @@ INLINE float vec_dot(const float *a, const float *b, int n) {
 /* Multiplies R <= 4 rows of weights from r0 on by the F32 activations of T <= 4 tokens from t0 on and stores the
  * results in g->y. The order in which an element is summed does not depend on R or T. */
 INLINE void vec_tile(enum gguf_type type, vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
-    const size_t size = gguf_type_info(type).bytes, step = VL * (size_t)R * size; /* bytes of a step of the loop */
-    const bool prefetches = gemm_prefetches(g, t0, size);
+    const size_t step = weights_bytes(type, VL * (size_t)R); /* bytes of a step of the loop */
+    const bool prefetches = gemm_prefetches(g, t0);
     const uint8_t *w[4], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
     vf s[4][4] = {0};
@@ -8873,7 +8915,7 @@ INLINE void vec_tile(enum gguf_type type, vec_load *load, const struct gemm *g, 
         UNROLL for (int r = 0; r < R; r++) {
             float sum = vec_sum(&s[t][r]), tail[VL];
             if (i < g->n_in) {
-                gguf_dequantize_row(type, w[r] + size * (size_t)i, tail, (size_t)(g->n_in - i));
+                gguf_dequantize_row(type, w[r] + gguf_row_bytes(type, (size_t)i), tail, (size_t)(g->n_in - i));
                 for (int j = i; j < g->n_in; j++) sum += tail[j - i] * x[t][j];
             }
             g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum;
@@ -9238,14 +9280,16 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                               \
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
-/* Defines the GEMM with F32 activations of one instruction set. load_bf16, load_f16: its functions of type vec_load. */
-#define VECTOR_GEMM(isa, TARGET, load_bf16, load_f16)               \
+/* Defines the GEMM with F32 activations of one instruction set. load_bf16, load_f16, load_fp8: its functions of type
+ * vec_load. */
+#define VECTOR_GEMM(isa, TARGET, load_bf16, load_f16, load_fp8)     \
     TARGET static void isa##_gemm_f32(const struct gemm *g) {       \
         switch (g->type) {                                          \
         case GGUF_F32: vec_gemm(GGUF_F32, vec_load_f32, g); return; \
         case GGUF_BF16: vec_gemm(GGUF_BF16, load_bf16, g); return;  \
         case GGUF_F16: vec_gemm(GGUF_F16, load_f16, g); return;     \
-        case GGUF_BLOCKS: break;                                    \
+        case GGUF_FP8: vec_gemm(GGUF_FP8, load_fp8, g); return;     \
+        case GGUF_INTEGERS: break;                                  \
         }                                                           \
         gguf_unexpected(__func__, g->type);                         \
     }                                                               \
@@ -9314,6 +9358,7 @@ struct panel_isa {
         case GGUF_Q8_0: return &isa##_panel_q8_0;                               \
         case GGUF_MXFP4: return &isa##_panel_mxfp4;                             \
         case GGUF_NVFP4: return &isa##_panel_nvfp4;                             \
+        case GGUF_FP8:                                                          \
         case GGUF_FLOATS: break;                                                \
         }                                                                       \
         gguf_unexpected(__func__, type);                                        \
@@ -9365,9 +9410,13 @@ static void panel_gemm(const struct gemm *g, const struct panel_isa *isa) {
             panel_run(g, isa, r, int_min(g->n_out - r, isa->n_rows), t, int_min(g->n_tok - t, PANEL_TOKENS));
 }
 
-/* Integers for blocks; float weights stay with F32 activations. */
+/* Integers for blocks of integers; weights that are floats stay with F32 activations. */
 static enum act_format panel_act_format(enum gguf_type type, int n_tok) {
-    if (!gguf_is_float(type)) return ACT_I16;
+    switch (type) {
+    case GGUF_INTEGERS: return ACT_I16;
+    case GGUF_FP8:
+    case GGUF_FLOATS: break;
+    }
     return n_tok > SAME_BITS_TOKENS ? ACT_F32_PANEL : ACT_F32;
 }
 
@@ -9522,7 +9571,7 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
 
 enum {
     F32_ROWS = 32,   /* rows of a panel */
-    F32_DEPTH = 128, /* weights of a row in a panel */
+    F32_DEPTH = 128, /* weights of a row in a panel; a multiple of FP8_BLOCK */
     F32_PICKED = 32  /* tokens that are copied side by side at a time */
 };
 
@@ -9537,12 +9586,11 @@ static_assert(sizeof(struct f32_work) <= KERNEL_SCRATCH, "the work space of F32 
 static void f32_panel_run(const struct gemm *g, sgemm_function *sgemm_add, transpose_function *transpose, int r0,
                           int n_row, int t0, int n_tok) {
     struct f32_work *work = g->scratch;
-    const size_t size = gguf_row_bytes(g->type, 1);
     memset(work->sum, 0, (size_t)n_tok * sizeof *work->sum);
     for (int i = 0; i < g->n_in; i += F32_DEPTH) {
         const int n = int_min(g->n_in - i, F32_DEPTH), cols = ceil_to(n_row, TRANSPOSE_ROWS);
-        transpose(g->type, g->w + (size_t)r0 * g->w_stride + (size_t)i * size, g->w_stride, n_row, n, work->panel[0],
-                  F32_ROWS);
+        transpose(g->type, g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, (size_t)i), g->w_stride, n_row, n,
+                  work->panel[0], F32_ROWS);
         for (int t = 0, some; t < n_tok; t += some) {
             const float *x = g->rows ? work->picked[0] : (const float *)(const void *)gemm_x(g, t0 + t) + i;
             const int x_stride = g->rows ? F32_DEPTH : (int)(g->x_stride / sizeof *x);
@@ -9567,9 +9615,10 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
 /* Defines isa##_transpose from isa##_columns (see PANEL_FUNCTIONS) and isa##_rebias. */
 #define TRANSPOSE(isa, TARGET, rows)                                                                                   \
     typedef isa##_vu isa##_vu_mem __attribute__((aligned(1), may_alias));                                              \
-    /* 16 bytes of every row become columns of y. */                                                                   \
-    TARGET INLINE void isa##_transpose_step(enum gguf_type type, const uint8_t *x, size_t stride, float *y,            \
-                                            ptrdiff_t ldy) {                                                           \
+    typedef isa##_vf isa##_vf_mem __attribute__((aligned(1), may_alias));                                              \
+    /* 16 bytes of every row become columns of y. scale: of each row, for FP8. */                                      \
+    TARGET INLINE void isa##_transpose_step(enum gguf_type type, const uint8_t *x, size_t stride, const float *scale,  \
+                                            float *y, ptrdiff_t ldy) {                                                 \
         isa##_vu q[4], v[2];                                                                                           \
         isa##_columns(x, stride, q);                                                                                   \
         UNROLL for (int j = 0; j < 4; j++) {                                                                           \
@@ -9577,6 +9626,11 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
                 VSTORE(isa##_vu, y + j * ldy) = q[j];                                                                  \
                 continue;                                                                                              \
             }                                                                                                          \
+            UNROLL for (int h = 0; h < 4 && type == GGUF_FP8; h++) {                                                   \
+                const isa##_vu code = q[j] >> (8 * h), bits = (code & 0x7f) << 20 | (code & 0x80) << 24;               \
+                VSTORE(isa##_vf, y + (4 * j + h) * ldy) = (isa##_vf)bits * 0x1p120f * VLOAD(isa##_vf, scale);          \
+            }                                                                                                          \
+            if (type == GGUF_FP8) continue;                                                                            \
             v[0] = q[j] << 16, v[1] = q[j] & 0xffff0000;                                                               \
             UNROLL for (int h = 0; h < 2; h++) {                                                                       \
                 switch (type) {                                                                                        \
@@ -9588,8 +9642,9 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
                     break;                                                                                             \
                 }                                                                                                      \
                 case GGUF_BF16: break;                                                                                 \
-                case GGUF_F32: /* above */                                                                             \
-                case GGUF_BLOCKS: gguf_unexpected(__func__, type);                                                     \
+                case GGUF_F32: /* above, */                                                                            \
+                case GGUF_FP8: /* too */                                                                               \
+                case GGUF_INTEGERS: gguf_unexpected(__func__, type);                                                   \
                 }                                                                                                      \
                 VSTORE(isa##_vu, y + (2 * j + h) * ldy) = v[h];                                                        \
             }                                                                                                          \
@@ -9598,20 +9653,24 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
     /* Rows and values that do not fill a step go through a copy. */                                                   \
     TARGET INLINE void isa##_transpose_type(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n,      \
                                             float *y, ptrdiff_t ldy) {                                                 \
-        const int size = (int)gguf_type_info(type).bytes, step = 16 / size;                                            \
+        const bool fp8 = type == GGUF_FP8;                                                                             \
+        const int size = fp8 ? 1 : (int)gguf_type_info(type).bytes, step = 16 / size;                                  \
         for (int r = 0; r < m || r % TRANSPOSE_ROWS; r += (rows))                                                      \
             for (int i = 0; i < n; i += step) {                                                                        \
-                const uint8_t *from = x + (ptrdiff_t)r * (ptrdiff_t)x_stride + i * size;                               \
+                const uint8_t *row = x + (ptrdiff_t)r * (ptrdiff_t)x_stride;                                           \
+                const uint8_t *from = fp8 ? fp8_code(row, i) : row + i * size;                                         \
                 uint8_t copy[16 * (rows)] = {0};                                                                       \
-                float out[8 * (rows)];                                                                                 \
+                float out[16 * (rows)], scale[rows] = {0};                                                             \
+                for (int j = 0; fp8 && r + j < m && j < (rows); j++)                                                   \
+                    scale[j] = fp8_scale_at(row + (size_t)j * x_stride, i);                                            \
                 if (r + (rows) <= m && i + step <= n) {                                                                \
-                    isa##_transpose_step(type, from, x_stride, y + i * ldy + r, ldy);                                  \
+                    isa##_transpose_step(type, from, x_stride, scale, y + i * ldy + r, ldy);                           \
                     continue;                                                                                          \
                 }                                                                                                      \
                 const int some = int_min(n - i, step);                                                                 \
                 for (int j = 0; r + j < m && j < (rows); j++)                                                          \
                     memcpy(copy + 16 * j, from + (size_t)j * x_stride, (size_t)(some * size));                         \
-                isa##_transpose_step(type, copy, 16, out, rows);                                                       \
+                isa##_transpose_step(type, copy, 16, scale, out, rows);                                                \
                 for (int j = 0; j < some; j++) memcpy(y + (i + j) * ldy + r, out + j * (rows), 4 * (rows));            \
             }                                                                                                          \
     }                                                                                                                  \
@@ -9621,7 +9680,8 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
         case GGUF_F32: isa##_transpose_type(GGUF_F32, x, x_stride, m, n, y, ldy); return;                              \
         case GGUF_BF16: isa##_transpose_type(GGUF_BF16, x, x_stride, m, n, y, ldy); return;                            \
         case GGUF_F16: isa##_transpose_type(GGUF_F16, x, x_stride, m, n, y, ldy); return;                              \
-        case GGUF_BLOCKS: break;                                                                                       \
+        case GGUF_FP8: isa##_transpose_type(GGUF_FP8, x, x_stride, m, n, y, ldy); return;                              \
+        case GGUF_INTEGERS: break;                                                                                     \
         }                                                                                                              \
         gguf_unexpected(__func__, type);                                                                               \
     }
@@ -9695,7 +9755,7 @@ SCALAR_FORMAT(mxfp4, 1)
 SCALAR_FORMAT(nvfp4, 2)
 PANEL_FORMATS(scalar)
 VECTOR_FUNCTIONS(scalar, , vec_load_bf16, vec_load_e4m3)
-VECTOR_GEMM(scalar, , vec_load_bf16, vec_load_f16)
+VECTOR_GEMM(scalar, , vec_load_bf16, vec_load_f16, vec_load_fp8)
 
 static void scalar_gemm(const struct gemm *g) {
     static const struct panel_isa isa = {
@@ -9783,9 +9843,17 @@ AVX2_INLINE void avx2_load_bf16(const uint8_t *row, int i, vf *out) {
     *out = (vf)_mm256_slli_epi32(h, 16);
 }
 
-AVX2_INLINE void avx2_load_e4m3(const uint8_t *row, int i, vf *out) {
-    vu code = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i_u *)(row + i)));
-    vec_e4m3(&code, out);
+/* Returns 2^-8 of 8 finite E4M3 codes: an F16 with the bits of one, subnormal or not. The sign, which fills the upper
+ * byte, stays in bit 15 alone. */
+AVX2_INLINE __m256 avx2_e4m3(const uint8_t *codes) {
+    const __m128i h = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i_u *)codes));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(h, 7), _mm_set1_epi16((short)0xbfff)));
+}
+
+AVX2_INLINE void avx2_load_e4m3(const uint8_t *row, int i, vf *out) { *out = (vf)avx2_e4m3(row + i) * 0x1p8f; }
+
+AVX2_INLINE void avx2_load_fp8(const uint8_t *row, int i, vf *out) {
+    *out = (vf)avx2_e4m3(fp8_code(row, i)) * 0x1p8f * fp8_scale_at(row, i);
 }
 
 AVX2_INLINE void avx2_load_f16(const uint8_t *row, int i, vf *out) {
@@ -9793,7 +9861,7 @@ AVX2_INLINE void avx2_load_f16(const uint8_t *row, int i, vf *out) {
 }
 
 VECTOR_FUNCTIONS(avx2, AVX2, avx2_load_bf16, avx2_load_e4m3)
-VECTOR_GEMM(avx2, AVX2, avx2_load_bf16, avx2_load_f16)
+VECTOR_GEMM(avx2, AVX2, avx2_load_bf16, avx2_load_f16, avx2_load_fp8)
 
 static void avx2_gemm(const struct gemm *g) {
     if (g->format == ACT_I16) panel_gemm(g, &avx2_panel);
@@ -9879,15 +9947,22 @@ AVX512_INLINE __m512 avx512_sum_lanes(const __m512 s[16]) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-/* Loads the weights i..i+15 of a row as F32, those of the mask only; the others are 0. */
+/* Loads the weights i..i+15 of a row as F32, those of the mask only; the others are 0. FP8: 2^-8 of them, see
+ * avx2_e4m3. */
 AVX512_INLINE __m512 avx512_load(enum gguf_type type, const uint8_t *row, int i, __mmask16 m) {
     if (type == GGUF_F32) return _mm512_maskz_loadu_ps(m, row + 4 * (ptrdiff_t)i);
+    if (type == GGUF_FP8) {
+        const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i_u *)fp8_code(row, i)));
+        const __m256i h = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16((short)0xbfff));
+        return _mm512_mul_ps(_mm512_cvtph_ps(h), _mm512_set1_ps(fp8_scale_at(row, i)));
+    }
     __m256i h = _mm256_maskz_loadu_epi16(m, row + 2 * (ptrdiff_t)i);
     switch (type) {
     case GGUF_F16: return _mm512_cvtph_ps(h);
     case GGUF_BF16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
-    case GGUF_F32: /* above */
-    case GGUF_BLOCKS: break;
+    case GGUF_F32: /* above, */
+    case GGUF_FP8: /* too */
+    case GGUF_INTEGERS: break;
     }
     gguf_unexpected(__func__, type);
 }
@@ -9895,8 +9970,8 @@ AVX512_INLINE __m512 avx512_load(enum gguf_type type, const uint8_t *row, int i,
 /* Returns R rows of weights times the F32 activations of T tokens, R * T <= 16, in lane R * t + r. Unlike vec_tile it
  * adds the lanes of all sums at once. */
 AVX512_INLINE __m512 avx512_tile(enum gguf_type type, const struct gemm *g, int r0, int R, int t0, int T) {
-    const size_t size = gguf_type_info(type).bytes, step = 16 * (size_t)R * size; /* bytes of a step of the loop */
-    const bool prefetches = gemm_prefetches(g, t0, size);
+    const size_t step = weights_bytes(type, 16 * (size_t)R); /* bytes of a step of the loop */
+    const bool prefetches = gemm_prefetches(g, t0);
     const uint8_t *w[16], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
     __m512 s[16];
@@ -9916,7 +9991,7 @@ AVX512_INLINE __m512 avx512_tile(enum gguf_type type, const struct gemm *g, int 
             UNROLL for (int r = 0; r < R; r++) s[R * t + r] = _mm512_fmadd_ps(a[r], b, s[R * t + r]);
         }
     }
-    return _mm512_mul_ps(avx512_sum_lanes(s), _mm512_set1_ps(g->scale));
+    return _mm512_mul_ps(avx512_sum_lanes(s), _mm512_set1_ps(type == GGUF_FP8 ? 0x1p8f * g->scale : g->scale));
 }
 
 /* GEMM with F32 activations: tiles of 4 rows by 4 tokens, then of 8 rows by 2 tokens or by 1. */
@@ -9954,7 +10029,8 @@ AVX512 static void avx512_gemm_f32(const struct gemm *g) {
     case GGUF_F32: avx512_gemm_typed(GGUF_F32, g); return;
     case GGUF_BF16: avx512_gemm_typed(GGUF_BF16, g); return;
     case GGUF_F16: avx512_gemm_typed(GGUF_F16, g); return;
-    case GGUF_BLOCKS: break;
+    case GGUF_FP8: avx512_gemm_typed(GGUF_FP8, g); return;
+    case GGUF_INTEGERS: break;
     }
     gguf_unexpected(__func__, g->type);
 }
@@ -9979,8 +10055,8 @@ static const struct kernels kernels_avx512 = {.name = "AVX-512 VNNI",
  * CPU kernels: AMX, BF16 tiles
  *
  * For more than 16 tokens. Weights are decoded to BF16 tiles of 32 weights by 16 rows. TDPBF16PS multiplies them by
- * tiles of 16 tokens by 32 activations. An FP4 weight times its block scale is exact in BF16. F16 and Q8_0 weights
- * become the sum of two BF16 numbers, one plane of tiles each: exact for F16, to 2^-17 for Q8_0. AMX treats subnormal
+ * tiles of 16 tokens by 32 activations. An FP4 weight times its block scale is exact in BF16. F16, Q8_0 and FP8 weights
+ * become the sum of two BF16 numbers, one plane of tiles each: exact for F16, to 2^-17 for Q8_0 and FP8. AMX treats subnormal
  * numbers as zero.
  *
  * A panel is 32 rows by AMX_K weights. It is decoded once and stays in the first-level cache while all tokens are
@@ -10053,7 +10129,8 @@ static struct amx_format amx_format(enum gguf_type type) {
     switch (type) {
     case GGUF_BF16: return (struct amx_format){1, natural};
     case GGUF_F16:
-    case GGUF_Q8_0: return (struct amx_format){2, natural};
+    case GGUF_Q8_0:
+    case GGUF_FP8: return (struct amx_format){2, natural};
     case GGUF_MXFP4: return (struct amx_format){1, mxfp4};
     case GGUF_NVFP4: return (struct amx_format){1, nvfp4};
     case GGUF_F32: break; /* keeps F32 activations */
@@ -10104,6 +10181,13 @@ AMX_INLINE void amx_decode_row(enum gguf_type type, const uint8_t *w, int n, uin
             __m512i h = _mm512_maskz_loadu_epi16(n < 32 ? (1u << n) - 1 : 0xffffffff, w);
             amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)), out,
                       rest);
+        }
+        return;
+    case GGUF_FP8: /* n is a block, see AMX_K */
+        for (int i = 0; i < n; i += 32, out += AMX_TILE, rest += AMX_TILE) {
+            const __m512 d = _mm512_set1_ps(0x1p8f);
+            amx_split(_mm512_mul_ps(avx512_load(type, w, i, 0xffff), d),
+                      _mm512_mul_ps(avx512_load(type, w, i + 16, 0xffff), d), out, rest);
         }
         return;
     case GGUF_F32: break;
@@ -10319,7 +10403,7 @@ PANEL_FUNCTIONS(neon, NEON, 4, 0)
 TRANSPOSE(neon, NEON, 4)
 
 VECTOR_FUNCTIONS(neon, NEON, vec_load_bf16, vec_load_e4m3)
-VECTOR_GEMM(neon, NEON, vec_load_bf16, vec_load_f16)
+VECTOR_GEMM(neon, NEON, vec_load_bf16, vec_load_f16, vec_load_fp8)
 
 static void neon_gemm(const struct gemm *g) {
     if (g->format == ACT_I16) panel_gemm(g, &neon_panel);
@@ -24197,7 +24281,7 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
                                     "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
-                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"
                                     "  NAME:block_count=40,expert_used_count=4,attention.sliding_window=256\n"
@@ -32576,17 +32660,17 @@ static void info_experts(const struct model *m) {
 
 /* --info: bytes and weights of every type. */
 static void info_tensors(const struct model *m) {
-    uint64_t bytes[GGUF_TYPE_COUNT] = {0}, weights[GGUF_TYPE_COUNT] = {0}, total = 0;
+    uint64_t bytes[GGUF_TYPE_SLOTS] = {0}, weights[GGUF_TYPE_SLOTS] = {0}, total = 0;
     for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
         const struct gguf_tensor *t = &m->gguf.tensors[i];
-        bytes[t->type] += t->bytes;
+        bytes[gguf_type_slot(t->type)] += t->bytes;
         total += t->bytes;
-        weights[t->type] += t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+        weights[gguf_type_slot(t->type)] += t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     }
-    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
-        if (bytes[t])
-            printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name, (double)bytes[t] / 0x1p20,
-                   (double)weights[t] * 1e-6);
+    for (uint32_t i = 0; i < GGUF_TYPE_SLOTS; i++)
+        if (bytes[i])
+            printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(gguf_slot_type(i)).name,
+                   (double)bytes[i] / 0x1p20, (double)weights[i] * 1e-6);
     printf("tensors       %u in ", m->gguf.n_tensors);
     if (m->gguf.n_images) printf("%u file%s", m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "");
     else printf("memory");

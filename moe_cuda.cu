@@ -587,9 +587,13 @@ struct repack {
     float decode_scale; /* of the format: what the expansion to halves leaves out */
 };
 
-/* Reads a weight of an F32, F16 or BF16 row. */
+/* Reads a weight of an F32, F16, BF16 or FP8 row. */
 DEVICE float raw_float(enum gguf_type type, const uint8_t *row, int col) {
     if (type == GGUF_F32) return ((const float *)row)[col];
+    if (type == GGUF_FP8) {
+        const uint8_t *b = row + col / FP8_BLOCK * (int)sizeof(struct block_fp8);
+        return half_to_f32((uint16_t)e4m3x2_to_f16x2(b[4 + col % FP8_BLOCK])) * *(const float *)b;
+    }
     uint16_t h = ((const uint16_t *)row)[col];
     return type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
 }
@@ -610,7 +614,7 @@ DEVICE float e8m0_value(uint32_t code) { return __uint_as_float(code ? code << 2
 
 /* Reads a weight of a row of any format. */
 DEVICE float raw_value(enum gguf_type type, const uint8_t *row, int col) {
-    static_assert(GGUF_FORMAT_COUNT == 6, "raw_value reads every format");
+    static_assert(GGUF_FORMAT_COUNT == 7, "raw_value reads every format");
     auto e2m1 = [](uint32_t code) { return half_to_f32((uint16_t)fp4_pair(code, 0)); }; /* times 2^-14 */
     if (type == GGUF_Q8_0) {
         const uint8_t *b = row + col / 32 * 34;
@@ -646,7 +650,7 @@ DEVICE uint32_t fp4_divide(uint32_t codes, int n) {
 template <class ROW_OF>
 DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt, const struct device_matrix &w,
                         size_t tile, uint32_t &top, uint32_t &low) {
-    static_assert(GGUF_FORMAT_COUNT == 6 && FMT_COUNT == 3, "repack_tile reads and writes every format");
+    static_assert(GGUF_FORMAT_COUNT == 7 && FMT_COUNT == 3, "repack_tile reads and writes every format");
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     uint32_t *codes = (uint32_t *)(w.codes + tile * (size_t)TILE_BYTES(w.fmt));
     uint8_t *scales = w.scales + tile * TILE_SCALES + 8 * g;
@@ -11411,6 +11415,7 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
     k.type = w->type;
     k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
     switch (w->type) {
+    case GGUF_FP8:
     case GGUF_FLOATS: k.shift = 8; break;
     case GGUF_Q8_0: exact = true, k.decode_scale = 1; break;
     case GGUF_MXFP4: k.shift = 116; break;

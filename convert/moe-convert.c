@@ -65,7 +65,7 @@ enum format {
     MXFP8,      /* E4M3, times an E8M0 scale for each 32 */
     FP8_TENSOR, /* E4M3, times `factor` */
     FP8_ROW,    /* E4M3, times scale[row] */
-    FP8_BLOCK   /* E4M3, times scale[block_row(row)][column / block] */
+    FP8_GRID    /* E4M3, times scale[block_row(row)][column / block] */
 };
 
 static const char *const format_names[] = {"plain",          "NVFP4",       "MXFP4",        "MXFP8",
@@ -77,8 +77,8 @@ struct linear {
     const struct tensor *w;
     const struct tensor *scale; /* NVFP4: (rows, cols / 16), MXFP4 and 8: (rows, cols / 32); of some FP8; else NULL */
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
-    size_t block;               /* FP8_BLOCK: rows and columns of a block */
-    size_t chunk;               /* FP8_BLOCK: rows after which new blocks begin; of a fused tensor R */
+    size_t block;               /* FP8_GRID: rows and columns of a block */
+    size_t chunk;               /* FP8_GRID: rows after which new blocks begin; of a fused tensor R */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
     float gain;                 /* besides, of an expert's results: a part of NAME.scale; 0: 1 */
     bool fold;                  /* the weights are multiplied by `factor` as they are read; there is no NAME.scale */
@@ -258,7 +258,7 @@ static const size_t block_sizes[] = {128, 32};
 
 static size_t blocks_of(size_t n, size_t block) { return n / block + (n % block != 0); }
 
-/* Returns the row of an FP8_BLOCK matrix's scales that belongs to a row of its weights. */
+/* Returns the row of an FP8_GRID matrix's scales that belongs to a row of its weights. */
 static size_t block_row(const struct linear *l, size_t row) {
     return row / l->chunk * blocks_of(l->chunk, l->block) + row % l->chunk / l->block;
 }
@@ -293,12 +293,12 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
         l.block = block_sizes[k];
         blocks = is_grid(s, chunks * blocks_of(l.chunk, l.block), blocks_of(l.cols, l.block));
     }
-    if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
-    else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
+    if (are_powers(s)) l.format = blocks ? FP8_GRID : check_block_scales(w, s, l.cols);
+    else if (is_float(s) && inv && blocks) l.format = FP8_GRID;
     else if (is_float(s) && is_scalar(s) && (!inv || s->rank < 2)) l.format = FP8_TENSOR;
     else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
         l.format = FP8_ROW;
-    else if (is_float(s) && blocks) l.format = FP8_BLOCK;
+    else if (is_float(s) && blocks) l.format = FP8_GRID;
     else
         die("%s: expected one scale, one per row (%zu), one per 32 x 32 block [%zu, %zu] or one per 128 x 128 block "
             "[%zu, %zu], found %s",
@@ -399,7 +399,7 @@ static struct linear resolve_fused(const struct fused *f) {
                     inv->shape[2] != blocks_of(l.cols, 128)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
                 rows, l.cols, shape_text(inv));
-        l.format = inv ? FP8_BLOCK : by_row ? FP8_ROW : FP8_TENSOR;
+        l.format = inv ? FP8_GRID : by_row ? FP8_ROW : FP8_TENSOR;
         l.scale = inv ? inv : by_row ? s : NULL;
         l.chunk = rows;
         l.block = 128;
@@ -445,7 +445,8 @@ static struct tensor *resolve_vector(const char *name) {
  *
  * The GGUF type of each output matrix. Without options it keeps the type of the source. --quantize sets the type of the
  * experts (with --dense also of dense feed-forward layers), which are most of a model; --backbone sets the type of all
- * other matrices. NVFP4 and MXFP4 matrices of the source are never changed.
+ * other matrices. FP8 is only kept: --backbone fp8 keeps it in what is FP8 in the source, experts included. NVFP4 and
+ * MXFP4 matrices of the source are never changed.
  * ============================================================================================================ */
 
 enum { AS_STORED = GGUF_TYPE_COUNT };
@@ -538,7 +539,7 @@ static size_t n_misaligned; /* matrices that keep their type because n_in is not
 static enum gguf_type matrix_type(const char *name, bool fp4, enum gguf_type stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
-    if (type == AS_STORED || type == stored || fp4 || matches_keep(name)) return stored;
+    if (type == AS_STORED || type == GGUF_FP8 || type == stored || fp4 || matches_keep(name)) return stored;
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
@@ -671,9 +672,11 @@ static void importance_bind(struct output *o, size_t n) {
 /* Types of blocks that sources have, too, in another order of bytes. */
 static const struct repacking {
     enum gguf_type type;
-    enum format format; /* of the source */
-    size_t scaled;      /* weights with a scale */
-} repackings[] = {{GGUF_NVFP4, NVFP4, 16}, {GGUF_MXFP4, MXFP4, 32}};
+    unsigned formats; /* bits of enum format: of the source */
+    size_t scaled;    /* weights with a scale */
+} repackings[] = {{GGUF_NVFP4, 1 << NVFP4, 16},
+                  {GGUF_MXFP4, 1 << MXFP4, 32},
+                  {GGUF_FP8, 1 << FP8_TENSOR | 1 << FP8_ROW | 1 << FP8_GRID, FP8_BLOCK}};
 
 /* NULL: no source has the blocks of this type. */
 static const struct repacking *repacking_of(enum gguf_type type) {
@@ -686,8 +689,9 @@ static const struct repacking *repacking_of(enum gguf_type type) {
 static bool repacks(const struct piece *p, enum gguf_type type) {
     const struct repacking *r = repacking_of(type);
     const struct linear *l = &p->lin;
-    return r && !p->height && !p->beside && !l->fold && l->format == r->format &&
-           l->cols % gguf_type_info(type).block == 0 && l->head % r->scaled == 0;
+    return r && !p->height && !p->beside && !l->fold && r->formats >> l->format & 1 &&
+           (l->format != FP8_GRID || l->block == r->scaled) && l->cols % gguf_type_info(type).block == 0 &&
+           l->head % r->scaled == 0;
 }
 
 /* Whether two matrices have the same format, and floats the same type. */
@@ -717,6 +721,10 @@ static enum gguf_type stored_type(const char *name, const struct piece *p, const
     for (size_t r = 0; r < COUNT(repackings); r++) {
         for (size_t k = 0; k < COUNT(both); k++)
             for (size_t i = 0; i < arrlenu(both[k]); i++) count[r] += repacks(&both[k][i], repackings[r].type);
+        if (repackings[r].type == GGUF_FP8) { /* nothing is quantized to it */
+            if (count[r] == n && types.backbone == GGUF_FP8 && !matches_keep(name)) return GGUF_FP8;
+            continue;
+        }
         if (count[r] > count[best]) best = r;
         sum += count[r];
     }
@@ -784,7 +792,7 @@ static const char *stored_remark(const struct piece *p, enum gguf_type type) {
     const struct linear *l = &p->lin;
     if (repacks(p, type) || (l->format == PLAIN && float_type(l->w) == type)) return "";
     if (l->format == MXFP4) return "BF16 of E2M1 x E8M0, exact";
-    if (l->format == MXFP8 || (l->format == FP8_BLOCK && are_powers(l->scale))) return "BF16 of E4M3 x E8M0, exact";
+    if (l->format == MXFP8 || (l->format == FP8_GRID && are_powers(l->scale))) return "BF16 of E4M3 x E8M0, exact";
     if (l->format == NVFP4) return l->fold ? "BF16 from NVFP4, rounded" : "BF16 of E2M1 x E4M3, exact";
     if (l->format == FP8_TENSOR && !l->fold) return "BF16 of E4M3, exact";
     return l->format == PLAIN ? "rounded" : "BF16 from FP8, rounded";
@@ -5719,12 +5727,12 @@ static const char *model_name(const char *given) {
 
 /* Returns general.file_type: the number of the type that has most of the bytes. */
 static uint32_t file_type(void) {
-    size_t sum[GGUF_TYPE_COUNT] = {0};
-    uint32_t best = GGUF_F32;
-    for (size_t i = 0; i < arrlenu(plan); i++) sum[plan[i].type] += plan[i].bytes;
-    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
-        if (sum[t] > sum[best] && gguf_find_format(t)) best = t;
-    return gguf_format((enum gguf_type)best)->file_type;
+    size_t sum[GGUF_TYPE_SLOTS] = {0};
+    uint32_t best = gguf_type_slot(GGUF_F32);
+    for (size_t i = 0; i < arrlenu(plan); i++) sum[gguf_type_slot(plan[i].type)] += plan[i].bytes;
+    for (uint32_t t = 0; t < GGUF_TYPE_SLOTS; t++)
+        if (sum[t] > sum[best] && gguf_find_format(gguf_slot_type(t))) best = t;
+    return gguf_format((enum gguf_type)gguf_slot_type(best))->file_type;
 }
 
 /* Returns the algorithm that a release names for a tensor of its own: of the innermost module that quantized_layers
@@ -5838,7 +5846,7 @@ static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *
  * the largest magnitude; infinity and NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
-    size_t step = l->format == FP8_BLOCK ? l->block : l->cols;
+    size_t step = l->format == FP8_GRID ? l->block : l->cols;
     int32_t most = 0;
     switch (l->format) {
     case PLAIN: gguf_dequantize_row(float_type(l->w), raw, dst, l->cols); break;
@@ -5853,7 +5861,7 @@ static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint
         break;
     case FP8_TENSOR:
     case FP8_ROW:
-    case FP8_BLOCK:
+    case FP8_GRID:
         for (size_t c = 0; c < l->cols; c += step, scale++)
             for (size_t i = c; i < c + step && i < l->cols; i++) dst[i] = e4m3[raw[i]] * *scale;
     }
@@ -5914,34 +5922,54 @@ static void read_block_factors(const struct tensor *t, size_t first, size_t n, f
     }
 }
 
+/* Scales of rows of an FP8 piece, without a `factor` of the whole matrix. */
+struct fp8_scales {
+    const float *scale; /* in scratch(2) */
+    size_t low, tiles;  /* FP8_GRID: the first row of blocks, blocks of a row */
+};
+
+/* Reads the scales of rows first..first+n-1. Other formats have the one scale 1. */
+static struct fp8_scales read_fp8_scales(const struct piece *p, size_t first, size_t n) {
+    const struct linear *l = &p->lin;
+    struct fp8_scales f = {.low = SIZE_MAX, .tiles = l->format == FP8_GRID ? blocks_of(l->cols, l->block) : 0};
+    size_t scales = l->format == FP8_ROW ? n : 1, high = 0;
+    for (size_t i = 0; i < n && l->format == FP8_GRID; i++) {
+        const size_t row = block_row(l, piece_row(p, first + i));
+        f.low = row < f.low ? row : f.low;
+        high = row > high ? row : high;
+    }
+    if (l->format == FP8_GRID) scales = (high - f.low + 1) * f.tiles;
+    float *scale = (float *)(void *)scratch(2, scales * sizeof *scale);
+    scale[0] = 1.0f;
+    if (l->format == FP8_ROW) read_scales_of_rows(p, first, n, scale);
+    if (l->format == FP8_GRID) read_block_factors(l->scale, f.low * f.tiles, scales, scale);
+    f.scale = scale;
+    return f;
+}
+
+/* Returns the scales of row first + i: one, or FP8_GRID: one for each block of columns. */
+static const float *fp8_scales_of(const struct fp8_scales *f, const struct piece *p, size_t first, size_t i) {
+    if (p->lin.format == FP8_GRID) return f->scale + (block_row(&p->lin, piece_row(p, first + i)) - f->low) * f->tiles;
+    return f->scale + (p->lin.format == FP8_ROW ? i : 0);
+}
+
 /* dst (n, cols) = rows of a piece that is not transposed; see read_rows. */
 static float read_straight(const struct piece *p, size_t first, size_t n, float *dst) {
     const struct linear *l = &p->lin;
     const bool powers = l->format == MXFP4 || l->format == MXFP8;
-    const size_t rb = row_bytes(l), tiles = l->format == FP8_BLOCK ? blocks_of(l->cols, l->block) : 0;
-    const size_t per_row = l->cols / (powers ? 32 : 16);
-    size_t scales = l->format == FP8_ROW ? n : 1, low = SIZE_MAX, high = 0;
-    for (size_t i = 0; i < n && l->format == FP8_BLOCK; i++) {
-        const size_t row = block_row(l, piece_row(p, first + i));
-        low = row < low ? row : low;
-        high = row > high ? row : high;
-    }
-    if (l->format == FP8_BLOCK) scales = (high - low + 1) * tiles;
+    const size_t rb = row_bytes(l), per_row = l->cols / (powers ? 32 : 16);
+    const struct fp8_scales scales = read_fp8_scales(p, first, n);
     uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * per_row + 1);
-    float *scale = (float *)(void *)scratch(2, scales * sizeof *scale), e4m3[256];
+    float e4m3[256];
     int32_t most = 0;
     for (int b = 0; b < 256; b++) e4m3[b] = e4m3_to_f32((uint8_t)b);
-    scale[0] = 1.0f;
     read_picked(l->w, rb, p, first, n, raw);
     if (l->format == NVFP4) read_block_scales(p, first, n, s);
     if (powers) read_powers(p, first, n, s);
-    if (l->format == FP8_ROW) read_scales_of_rows(p, first, n, scale);
-    if (l->format == FP8_BLOCK) read_block_factors(l->scale, low * tiles, scales, scale);
 #pragma omp parallel for schedule(dynamic, 16) reduction(max : most) if (n * l->cols > PARALLEL)
     for (size_t i = 0; i < n; i++) {
-        size_t at = l->format == FP8_ROW ? i : 0;
-        if (l->format == FP8_BLOCK) at = (block_row(l, piece_row(p, first + i)) - low) * tiles;
-        int32_t u = decode_row(l, raw + i * rb, s + i * per_row, scale + at, e4m3, dst + i * l->cols);
+        const float *scale = fp8_scales_of(&scales, p, first, i);
+        int32_t u = decode_row(l, raw + i * rb, s + i * per_row, scale, e4m3, dst + i * l->cols);
         most = u > most ? u : most;
     }
     float largest = f32_from_bits((uint32_t)most);
@@ -6031,6 +6059,7 @@ static void check_scale(const struct piece *p, enum gguf_type type, float larges
         return;
     case GGUF_MXFP4:
     case GGUF_NVFP4: /* after NAME.scale */
+    case GGUF_FP8:
     case GGUF_FLOATS: return;
     }
 }
@@ -6130,7 +6159,33 @@ static void write_mxfp4_rows(const struct piece *p, size_t first, size_t n) {
     out_write(b, n * blocks * sizeof *b);
 }
 
-/* Writes n rows of a piece as they are: of the same type, or MXFP4 and NVFP4 in blocks of GGUF. *most: see
+/* Repacks and writes n rows of an FP8 piece. */
+static void write_fp8_rows(const struct piece *p, size_t first, size_t n) {
+    const struct linear *l = &p->lin;
+    const size_t blocks = l->cols / FP8_BLOCK;
+    const struct fp8_scales scales = read_fp8_scales(p, first, n);
+    uint8_t *raw = scratch(0, n * l->cols);
+    struct block_fp8 *b = (struct block_fp8 *)scratch(3, n * blocks * sizeof *b);
+    read_picked(l->w, l->cols, p, first, n, raw);
+    for (size_t i = 0; i < n; i++) {
+        const float *scale = fp8_scales_of(&scales, p, first, i);
+        for (size_t k = 0; k < blocks; k++) {
+            const float d = scale[l->format == FP8_GRID ? k : 0];
+            const uint8_t *codes = raw + i * l->cols + FP8_BLOCK * k;
+            bool finite = isfinite(d);
+            for (size_t j = 0; j < FP8_BLOCK; j++) finite &= (codes[j] & 0x7f) != 0x7f;
+            if (!finite)
+                die("%s: row %zu, block %zu of 128 columns has a weight that is not finite", where(l->w),
+                    piece_row(p, first + i), k);
+            memcpy(b[i * blocks + k].d, &d, sizeof d);
+            memcpy(b[i * blocks + k].qs, codes, FP8_BLOCK);
+        }
+    }
+    order_columns(l, b, n, blocks * sizeof *b);
+    out_write(b, n * blocks * sizeof *b);
+}
+
+/* Writes n rows of a piece as they are: of the same type, or FP8, MXFP4 and NVFP4 in blocks of GGUF. *most: see
  * write_nvfp4_rows. */
 static void write_rows_as_stored(const struct piece *p, size_t first, size_t n, uint8_t *most) {
     const size_t bytes = row_bytes(&p->lin);
@@ -6138,16 +6193,16 @@ static void write_rows_as_stored(const struct piece *p, size_t first, size_t n, 
     switch (p->lin.format) {
     case NVFP4: write_nvfp4_rows(p, first, n, most); return;
     case MXFP4: write_mxfp4_rows(p, first, n); return;
+    case FP8_TENSOR:
+    case FP8_ROW:
+    case FP8_GRID: write_fp8_rows(p, first, n); return;
     case PLAIN:
         raw = scratch(0, n * bytes);
         read_picked(p->lin.w, bytes, p, first, n, raw);
         order_columns(&p->lin, raw, n, bytes);
         out_write(raw, n * bytes);
         return;
-    case MXFP8:
-    case FP8_TENSOR:
-    case FP8_ROW:
-    case FP8_BLOCK: break;
+    case MXFP8: break;
     }
     die("internal error: %s: %s cannot be written as stored", where(p->lin.w), format_name(&p->lin));
 }
@@ -6268,8 +6323,8 @@ static const char *source_name(const struct tensor *t) {
 
 /* Prints a line for each output: name, type, shape, bytes, source, remark; then totals. */
 static void list_plan(size_t header_bytes) {
-    size_t sum[GGUF_TYPE_COUNT] = {0}, data = 0;
-    size_t count[GGUF_TYPE_COUNT] = {0};
+    size_t sum[GGUF_TYPE_SLOTS] = {0}, data = 0;
+    size_t count[GGUF_TYPE_SLOTS] = {0};
     for (size_t i = 0; i < arrlenu(plan); i++) {
         const struct output *o = &plan[i];
         char shape[96] = "";
@@ -6280,12 +6335,13 @@ static void list_plan(size_t header_bytes) {
         else printf("%s", source_name(o->pieces[0].lin.w));
         if (arrlenu(o->pieces) > 1) printf(" (%zu pieces)", arrlenu(o->pieces));
         printf("%s%s\n", *o->remark ? "  " : "", o->remark);
-        sum[o->type] += o->bytes;
+        sum[gguf_type_slot(o->type)] += o->bytes;
         data += o->bytes;
-        count[o->type]++;
+        count[gguf_type_slot(o->type)]++;
     }
-    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
-        if (count[t]) printf("total %-6s %6zu tensors %20zu bytes\n", gguf_type_info(t).name, count[t], sum[t]);
+    for (uint32_t i = 0; i < GGUF_TYPE_SLOTS; i++)
+        if (count[i])
+            printf("total %-6s %6zu tensors %20zu bytes\n", gguf_type_info(gguf_slot_type(i)).name, count[i], sum[i]);
     printf("total        %6zu tensors %20zu bytes, %zu with header and padding; %zu tensors of the source "
            "are skipped\n",
            arrlenu(plan), data, header_bytes + writer.data_bytes, n_skipped);
@@ -6301,7 +6357,8 @@ static const char *error_text(struct quantize_sums s) {
  * signal-to-noise ratio; then totals. Warns of matrices below LEAST_DB. */
 static void report_errors(void) {
     enum { LEAST_DB = 18 };
-    for (uint32_t type = 0; type < GGUF_TYPE_COUNT; type++) {
+    for (uint32_t slot = 0; slot < GGUF_TYPE_SLOTS; slot++) {
+        const uint32_t type = gguf_slot_type(slot);
         struct quantize_sums sum = {0, 0};
         size_t count = 0, weights = 0;
         for (size_t i = 0; i < arrlenu(plan); i++) {
@@ -6334,8 +6391,8 @@ static const char *const search_names[] = {[SEARCH_SWEEP] = "sweep", [SEARCH_AMA
 static const char *const quantize_names[] = {"nvfp4", NULL};
 static const enum gguf_type quantize_types[] = {GGUF_NVFP4};
 static_assert(COUNT(quantize_names) == COUNT(quantize_types) + 1, "each choice has a type");
-static const char *const backbone_names[] = {"bf16", "q8_0", NULL};
-static const enum gguf_type backbone_types[] = {GGUF_BF16, GGUF_Q8_0};
+static const char *const backbone_names[] = {"bf16", "q8_0", "fp8", NULL};
+static const enum gguf_type backbone_types[] = {GGUF_BF16, GGUF_Q8_0, GGUF_FP8};
 static_assert(COUNT(backbone_names) == COUNT(backbone_types) + 1, "each choice has a type");
 
 /* The options as they were given; NULL and -1: not given. */
@@ -6362,7 +6419,9 @@ static const struct option options[] = {
      .help = "with --quantize: weight the errors by the mean squared inputs in FILE, which llama-imatrix or "
              "moe --calibrate --activations writes"},
     {"backbone", IS_CHOICE(backbone, backbone_names), .arg = "TYPE",
-     .help = "type of all other matrices that are not NVFP4 (default: as stored)"},
+     .help =
+         "type of all other matrices that are not NVFP4 (default: as stored); fp8 keeps FP8 weights, also of experts, "
+         "as they are: for moe alone, llama.cpp has no such type"},
     {"keep", IS_STR(keep), .arg = "REGEX",
      .help = "keep the type of tensors whose GGUF name matches; experts of several formats become BF16"},
     {"no-mtp", IS_FLAG(no_mtp),

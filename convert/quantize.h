@@ -327,6 +327,7 @@ static inline struct quantize_sums quantize_blocks(enum gguf_type type, const fl
     case GGUF_Q8_0: return quantize_q8_0(x, n, out);
     case GGUF_MXFP4: return quantize_mxfp4(x, n, out);
     case GGUF_NVFP4: return nvfp4_fastest()(x, n, r, out);
+    case GGUF_FP8: /* keeps the codes of a source */
     case GGUF_FLOATS: break;
     }
     gguf_unexpected(__func__, type);

@@ -627,6 +627,121 @@ static void test_convert_forms(void) {
     }
 }
 
+static float hf_full(struct hf *h, const char *x, enum hf_form form, size_t cols, size_t r, size_t c);
+
+/* Converts with more options and opens the result. */
+static bool hf_convert_with(struct hf *h, const char *with, const char *file, struct gguf *g) {
+    char extra[512], path[256], err[ERR_MAX];
+    hf_shard(h, "model.safetensors", 0, arrlenu(h->t));
+    snprintf(path, sizeof path, "%s/%s", h->dir, file);
+    snprintf(extra, sizeof extra, "%s -o %s", with, path);
+    const int rc = hf_run(h, extra);
+    if (!CHECK(rc == 0, "%s: exit %d: %s", extra, rc, h->err)) return false;
+    return CHECK(!gguf_open(g, path, err, sizeof err), "%s", err);
+}
+
+/* Logits of two files are the same bits, with every set of kernels, in one pass and token by token. */
+static void check_same_logits(struct hf *h, const char *a, const char *b) {
+    enum { N = 40 };
+    const char *const file[2] = {a, b};
+    struct model m[2];
+    char path[256], err[ERR_MAX];
+    int32_t ids[N];
+    const struct kernels *k;
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", h->dir, file[i]);
+        if (!CHECK(!model_load(&m[i], path, err), "%s: %s", path, err)) return;
+    }
+    for (int i = 0; i < N; i++) ids[i] = (7 * i + 3) % m[0].n_vocab;
+    for (size_t s = 0; (k = kt_set(s)); s++)
+        for (int n = 1; n <= N; n += N - 1) {
+            float *x = all_logits(&m[0], k, KV_F32, 1, ids, n), *y = all_logits(&m[1], k, KV_F32, 1, ids, n);
+            CHECK(!memcmp(x, y, (size_t)n * (size_t)m[0].n_vocab * sizeof *x), "%s: %d tokens: other logits", k->name,
+                  n);
+            free(x), free(y);
+        }
+    model_free(&m[0]), model_free(&m[1]);
+}
+
+/* --backbone fp8: codes and scales are those of the source, whatever has whole blocks; the rest is as without the option.
+ * Where scales are powers of two BF16 has the same weights, and logits are the same bits. */
+static void test_convert_fp8(void) {
+    static const enum hf_form forms[] = {HF_FP8_TENSOR, HF_FP8_ROW, HF_FP8_BLOCK};
+    static const char d[] = "model.layers.1.mlp.experts.3.down_proj";
+    struct gguf g;
+    struct hf h;
+    for (size_t k = 0; k < sizeof forms / sizeof *forms; k++) {
+        float row[HF_FF];
+        hf_begin(&h, "fp8");
+        h.attn = h.experts = forms[k];
+        hf_qwen3(&h);
+        if (hf_convert_with(&h, "--backbone fp8", "fp8.gguf", &g)) {
+            const struct gguf_tensor *t = out_tensor(&g, "blk.1.ffn_down_exps.weight", GGUF_FP8, HF_FF, HF_EMBD, 4);
+            size_t bad = 0;
+            for (size_t r = 0; r < HF_EMBD && t; r++) {
+                gguf_dequantize_row(GGUF_FP8, t->data + (3 * HF_EMBD + r) * gguf_row_bytes(GGUF_FP8, HF_FF), row,
+                                    HF_FF);
+                for (size_t c = 0; c < HF_FF; c++)
+                    bad += row[c] != (forms[k] == HF_FP8_TENSOR ? hf_value(&h, d, forms[k], HF_FF, r, c)
+                                                                : hf_full(&h, d, forms[k], HF_FF, r, c));
+            }
+            CHECK(!bad, "form %d: %zu weights differ", (int)forms[k], bad);
+            check_slice(&h, out_tensor(&g, "blk.1.attn_q.weight", GGUF_BF16, 64, 192, 1), 0,
+                        "model.layers.1.self_attn.q_proj", forms[k]);
+            const bool scale = gguf_find_tensor(&g, "blk.1.ffn_down_exps.scale");
+            CHECK(scale == (forms[k] == HF_FP8_TENSOR), "form %d: .scale", (int)forms[k]);
+            if (scale)
+                CHECK(same_bits(out_f32(&g, "blk.1.ffn_down_exps.scale", 4, 3), hf_side(&h, d, "weight_scale")),
+                      "scale");
+            gguf_close(&g);
+        }
+        for (size_t i = 0; i < arrlenu(h.t); i++)
+            for (size_t j = 0; strstr(h.t[i].name, "weight_scale") && j < arrlenu(h.t[i].data); j += 4) {
+                const float power = ldexpf(1, -9 - (int)(j / 4 + i) % 3);
+                memcpy(h.t[i].data + j, &power, 4);
+            }
+        if (hf_convert_with(&h, "", "bf16.gguf", &g)) gguf_close(&g);
+        if (hf_convert_with(&h, "--backbone fp8", "fp8.gguf", &g)) {
+            CHECK(gguf_find_tensor(&g, "blk.0.ffn_down_exps.weight")->type == GGUF_FP8, "no FP8");
+            gguf_close(&g);
+            check_same_logits(&h, "bf16.gguf", "fp8.gguf");
+        }
+        hf_end(&h);
+    }
+    static const struct {
+        const char *options;
+        uint32_t type; /* of experts */
+    } c[] = {{"--backbone fp8 --quantize nvfp4", GGUF_NVFP4}, {"--backbone fp8 --keep ffn_down", GGUF_BF16}};
+    for (size_t k = 0; k < 2; k++) {
+        hf_begin(&h, "fp8");
+        h.attn = HF_BF16, h.experts = HF_FP8_BLOCK;
+        hf_qwen3(&h);
+        if (hf_convert_with(&h, c[k].options, "out.gguf", &g)) {
+            const struct gguf_tensor *t = gguf_find_tensor(&g, "blk.1.ffn_down_exps.weight");
+            CHECK(t && t->type == c[k].type, "%s: type %u", c[k].options, t ? t->type : 0);
+            gguf_close(&g);
+        }
+        hf_end(&h);
+    }
+    for (int k = 0; k < 2; k++) { /* what is no number */
+        char name[128], extra[256];
+        const float inf = INFINITY;
+        hf_begin(&h, "fp8");
+        h.experts = HF_FP8_BLOCK;
+        hf_qwen3(&h);
+        snprintf(name, sizeof name, "%s.%s", d, k ? "weight_scale_inv" : "weight");
+        struct hf_tensor *t = hf_find(&h, name);
+        if (k) memcpy(t->data, &inf, 4);
+        else t->data[2 * HF_FF + 5] = 0xff;
+        hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+        snprintf(extra, sizeof extra, "--backbone fp8 -o %s/out.gguf", h.dir);
+        const int rc = hf_run(&h, extra);
+        CHECK(rc == 1 && strstr(h.err, d) && strstr(h.err, k ? "row 0, block 0" : "row 2, block 0"), "exit %d: %s", rc,
+              h.err);
+        hf_end(&h);
+    }
+}
+
 /* Whether moe loads a file that was written. */
 static void check_loads(const char *path, const char *what) {
     struct model model;
@@ -2763,25 +2878,25 @@ static void test_convert_header_target(void) {
     hf_end(&h);
 }
 
-#define TESTS_CONVERT                                                                                                 \
-    {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},                               \
-        {"convert/delta", test_convert_delta}, {"convert/delta_keys", test_convert_delta_keys},                       \
-        {"convert/delta_names", test_convert_delta_names}, {"convert/fused", test_convert_fused},                     \
-        {"convert/fused_refusals", test_convert_fused_refusals}, {"convert/delta_narrow", test_convert_delta_narrow}, \
-        {"convert/prediction", test_convert_prediction},                                                              \
-        {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/small", test_convert_small},         \
-        {"convert/mixed", test_convert_mixed}, {"convert/quantization_keys", test_convert_quantization_keys},         \
-        {"convert/left_out", test_convert_left_out}, {"convert/odd_prediction", test_convert_odd_prediction},         \
-        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
-        {"convert/unloadable", test_convert_unloadable}, {"convert/keys", test_convert_keys},                         \
-        {"convert/vocabulary", test_convert_vocabulary}, {"convert/pre_tokenizers", test_convert_pre_tokenizers},     \
-        {"convert/kimi", test_convert_kimi}, {"convert/experts", test_convert_experts},                               \
-        {"convert/golden", test_convert_golden}, {"convert/narrow", test_convert_narrow},                             \
-        {"convert/input_scale", test_convert_input_scale}, {"convert/refusals", test_convert_refusals},               \
-        {"convert/norms", test_convert_norms}, {"convert/scales", test_convert_scales},                               \
-        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                     \
-        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                       \
-        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                                   \
-        {"convert/dry_run", test_convert_dry_run}, {"convert/copies", test_convert_copies},                           \
-        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},                   \
+#define TESTS_CONVERT                                                                                             \
+    {"convert/forms", test_convert_forms}, {"convert/fp8", test_convert_fp8},                                     \
+        {"convert/deepseek", test_convert_deepseek}, {"convert/delta", test_convert_delta},                       \
+        {"convert/delta_keys", test_convert_delta_keys}, {"convert/delta_names", test_convert_delta_names},       \
+        {"convert/fused", test_convert_fused}, {"convert/fused_refusals", test_convert_fused_refusals},           \
+        {"convert/delta_narrow", test_convert_delta_narrow}, {"convert/prediction", test_convert_prediction},     \
+        {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/small", test_convert_small},     \
+        {"convert/mixed", test_convert_mixed}, {"convert/quantization_keys", test_convert_quantization_keys},     \
+        {"convert/left_out", test_convert_left_out}, {"convert/odd_prediction", test_convert_odd_prediction},     \
+        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},         \
+        {"convert/unloadable", test_convert_unloadable}, {"convert/keys", test_convert_keys},                     \
+        {"convert/vocabulary", test_convert_vocabulary}, {"convert/pre_tokenizers", test_convert_pre_tokenizers}, \
+        {"convert/kimi", test_convert_kimi}, {"convert/experts", test_convert_experts},                           \
+        {"convert/golden", test_convert_golden}, {"convert/narrow", test_convert_narrow},                         \
+        {"convert/input_scale", test_convert_input_scale}, {"convert/refusals", test_convert_refusals},           \
+        {"convert/norms", test_convert_norms}, {"convert/scales", test_convert_scales},                           \
+        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                 \
+        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                   \
+        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                               \
+        {"convert/dry_run", test_convert_dry_run}, {"convert/copies", test_convert_copies},                       \
+        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},               \
         {"convert/header_sizes", test_convert_header_sizes}, {"convert/header_target", test_convert_header_target},

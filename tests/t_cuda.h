@@ -579,7 +579,7 @@ static const struct synth form_shapes[] = {
     {"rows, q8", "olmoe", .keys =
      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=4 attention.key_length=64 "
      "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=1024",
-     .q8 = true}};
+     .backbone = GGUF_Q8_0}};
 static const struct synth ring_shape = {"ring", "laguna", .keys =
     "block_count=1 embedding_length=64 attention.head_count=2 attention.head_count_kv=1 attention.key_length=32 "
     "rope.dimension_count=16 attention.sliding_window=100 attention.sliding_window_pattern=1* expert_count=4 "
@@ -1068,7 +1068,7 @@ static const struct synth ngram_shapes[] = {
      "attention.compress_ratios=0,4,4 ple.layers=0 ple.ngram_size=3 ple.heads_per_ngram=2 ple.conv_kernel=4 "
      "ple.layer_multipliers=23703573157769,20109073645365,8052911324071 ple.head_offsets=0,101,204,311 "
      "ple.head_vocab_sizes=101,103,107,109 embedding_length_per_layer_input=32",
-     .q8 = true},
+     .backbone = GGUF_Q8_0},
     {"heads of 128", "qwen4exp",
      .keys = NGRAM_KEYS
      "block_count=5 nextn_predict_layers=1 embedding_length=64 ssm.conv_kernel=3 attention.head_count=4 "
@@ -1559,7 +1559,7 @@ static const struct synth tiny_synths[] = {
      "expert_gating_func=2 expert_weights_norm=true expert_weights_scale=2.5 vocab_size=200 context_length=256"},
     {"tiny Q8_0", "qwen3moe", .keys =
      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
-     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=256", .q8 = true},
+     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=256", .backbone = GGUF_Q8_0},
     {"tiny delta", "qwen35moe", .keys =
      "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 "
      "attention.key_length=64 rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=6 "
@@ -2476,7 +2476,7 @@ static void test_cuda_ranks(void) {
                                          "ssm.conv_kernel=4 ssm.group_count=4 ssm.time_step_rank=8 ssm.state_size=32 "
                                          "ssm.inner_size=256 full_attention_interval=2 expert_count=16 "
                                          "expert_used_count=2 expert_feed_forward_length=256 expert_shared_count=1 "
-                                         "vocab_size=320 context_length=256 rope.freq_base=1e7", .q8 = true}};
+                                         "vocab_size=320 context_length=256 rope.freq_base=1e7", .backbone = GGUF_Q8_0}};
     /* clang-format on */
     for (int i = 0; i < 2; i++) {
         synth_agrees(&wide[i], &four, 30);
@@ -3463,7 +3463,7 @@ static const struct synth part_shapes[] = {
      "embedding_length=128 attention.head_count=8 attention.head_count_kv=4,1 attention.key_length=512 "
      "attention.value_length=512 attention.key_length_swa=256 attention.value_length_swa=256 rope.dimension_count=512 "
      "rope.dimension_count_swa=256"},
-    {"without experts", "gemma4", .keys = PART_KEYS PART_SMALL "embedding_length=128", .q8 = true},
+    {"without experts", "gemma4", .keys = PART_KEYS PART_SMALL "embedding_length=128", .backbone = GGUF_Q8_0},
     {"long rows", "gemma4", .keys = PART_KEYS PART_EXPERTS PART_SMALL "embedding_length=4160"},
     {"longer rows", "gemma4", .keys = PART_KEYS PART_EXPERTS PART_SMALL "embedding_length=8256"}};
 enum { PART_SHAPES = sizeof part_shapes / sizeof *part_shapes };

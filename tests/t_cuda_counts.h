@@ -14,7 +14,7 @@ static const struct count_case {
     {{"norms of rows, Q8_0, cache in FP8", "minimax-m2", .keys =
       "block_count=1 embedding_length=2048 attention.head_count=16 attention.head_count_kv=4 attention.key_length=128 "
       "rope.dimension_count=64 expert_count=4 expert_used_count=2 expert_feed_forward_length=512 vocab_size=2048 "
-      "context_length=8192", .q8 = true}, KV_FP8, false},
+      "context_length=8192", .backbone = GGUF_Q8_0}, KV_FP8, false},
     {{"MLA, cache in FP8", "deepseek2", .keys =
       "block_count=2 embedding_length=2048 attention.head_count=32 attention.head_count_kv=1 "
       "attention.q_lora_rank=768 attention.kv_lora_rank=512 attention.key_length_mla=192 "

@@ -148,8 +148,8 @@ static int type_block(enum gguf_type type) { return std::max(8, (int)gguf_type_i
 static const struct {
     enum gguf_type type;
     const char *name;
-} matrix_types[] = {{GGUF_NVFP4, "NVFP4"}, {GGUF_MXFP4, "MXFP4"}, {GGUF_Q8_0, "Q8_0"},
-                    {GGUF_BF16, "BF16"},   {GGUF_F16, "F16"},     {GGUF_F32, "F32"}};
+} matrix_types[] = {{GGUF_NVFP4, "NVFP4"}, {GGUF_MXFP4, "MXFP4"}, {GGUF_Q8_0, "Q8_0"}, {GGUF_BF16, "BF16"},
+                    {GGUF_F16, "F16"},     {GGUF_F32, "F32"},     {GGUF_FP8, "FP8"}};
 static_assert(sizeof matrix_types / sizeof *matrix_types == GGUF_FORMAT_COUNT, "the tests multiply every format");
 
 /* n weights of a row, as in a file. The exponents of MXFP4 are 108 + octaves and up to `span` - 1 more; `size`: of the largest of the plain
@@ -171,6 +171,15 @@ static void random_row(uint8_t *row, enum gguf_type type, int n, int octaves, fl
             uint16_t d = f16_from_f32(0.01f * (1.1f + uniform()));
             memcpy(row, &d, 2), row += 2;
             for (int k = 0; k < 32; k++) *row++ = (uint8_t)rnd();
+            break;
+        }
+        case GGUF_FP8: {
+            const float d = size / 448 * (1.1f + uniform());
+            memcpy(row, &d, 4), row += 4;
+            for (int k = 0; k < FP8_BLOCK; k++, row++) {
+                *row = (uint8_t)rnd();
+                *row = (uint8_t)(*row - ((*row & 0x7f) == 0x7f)); /* no NaN */
+            }
             break;
         }
         case GGUF_FLOATS:

@@ -937,6 +937,7 @@ extern "C" void cuda_test_rows(void) {
     run_stats(3900, 5, 5, 7), run_stats(40, 17, 2, 3);
     if (fp4) run_quantize(2, 16424);
     for (int type : {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4}) run_ngram_rows(type, 192);
+    run_ngram_rows(GGUF_FP8, 256);
     run_ngram_rows(GGUF_I8, 32), run_ngram_rows(GGUF_I8, 256);
     run_ngram_plain(1028, 3, 2, 0), run_ngram_plain(36, 4, 16, 5), run_ngram_plain(36, 4, 23, 0);
     gpu_array<float> rate(std::vector<float>{7});

@@ -45,6 +45,10 @@ static void kt_weights(enum gguf_type type, uint8_t *w, size_t n, uint64_t *rng)
         case GGUF_MXFP4: w[0] = (uint8_t)(120 + w[0] % 12); break;
         case GGUF_NVFP4:
             for (int j = 0; j < 4; j++) w[j] = (uint8_t)(0x28 + w[j] % 32);
+            break;
+        case GGUF_FP8:
+            memcpy(w, &f, 4);
+            for (int j = 4; j < 132; j++) w[j] = (uint8_t)(w[j] - ((w[j] & 0x7f) == 0x7f)); /* no NaN */
         }
     }
 }
@@ -123,10 +127,10 @@ static void kt_case_run(struct kt_case *c, const struct kernels *k, const float 
     free(plain), free(row);
 }
 
-/* Longest chain of additions in a sum of n: one chain in F32 panels, else lanes of four at least. BF16 tiles split F16 and Q8_0 weights into two BF16
- * numbers, of which the second is rounded: 2^-17 of the weight. */
+/* Longest chain of additions in a sum of n: one chain in F32 panels, else lanes of four at least. BF16 tiles split F16,
+ * Q8_0 and FP8 weights into two BF16 numbers, of which the second is rounded: 2^-17 of the weight. */
 static double kt_unit(const struct kt_case *c) {
-    bool split = c->format == ACT_BF16 && (c->type == GGUF_F16 || c->type == GGUF_Q8_0);
+    bool split = c->format == ACT_BF16 && (c->type == GGUF_F16 || c->type == GGUF_Q8_0 || c->type == GGUF_FP8);
     const int chain = c->format == ACT_F32_PANEL ? c->n_in : c->n_in / 4;
     return (chain + 16) * 0x1p-24 + (split ? 0x1p-17 : 0);
 }
@@ -206,7 +210,8 @@ static void test_kernels_gemm(void) {
         for (int i = 0; i < GGUF_FORMAT_COUNT; i++) {
             const enum gguf_type type = gguf_formats[i].type;
             for (size_t j = 0; j < sizeof sizes / sizeof *sizes; j++)
-                kt_product(k, type, sizes[j], sizes[j] > 2048 ? 17 : 64, 33);
+                if (!(sizes[j] % (int)gguf_type_info(type).block))
+                    kt_product(k, type, sizes[j], sizes[j] > 2048 ? 17 : 64, 33);
             if (gguf_type_info(type).block == 32) kt_product(k, type, 96, 33, 17);
             if (gguf_type_info(type).block == 1)
                 for (int n = 1; n < 80; n += 13) kt_product(k, type, n, 19, 9);
@@ -231,13 +236,13 @@ static void test_kernels_choice(void) {
 
 /* All scale bytes and all codes: with the unit matrix as activations the result is the matrix of weights. */
 static void test_kernels_scales(void) {
-    enum { N_IN = 64, N_OUT = 256 };
-    static const enum gguf_type types[] = {GGUF_NVFP4, GGUF_MXFP4};
+    enum { N_IN = 128, N_OUT = 256, TYPES = 3 };
+    static const enum gguf_type types[TYPES] = {GGUF_NVFP4, GGUF_MXFP4, GGUF_FP8};
     const struct kernels *k;
     float row[N_IN], *x = xcalloc(N_IN * N_IN, 4);
     for (int i = 0; i < N_IN; i++) x[i * N_IN + i] = 1;
     for (size_t s = 0; (k = kt_set(s)); s++)
-        for (int ty = 0; ty < 2; ty++) {
+        for (int ty = 0; ty < TYPES; ty++) {
             size_t stride = gguf_row_bytes(types[ty], N_IN);
             uint8_t *w = kt_guarded(N_OUT * stride);
             uint64_t rng = 5;
@@ -245,9 +250,16 @@ static void test_kernels_scales(void) {
             for (int r = 0; r < N_OUT; r++) {
                 uint8_t *p = w + (size_t)r * stride;
                 kt_weights(types[ty], p, N_IN, &rng);
-                for (int j = 0; ty == 0 && j < 4; j++) p[j] = (uint8_t)(r + 64 * j);
-                if (ty == 1)
-                    p[0] = (uint8_t)(r < 232 ? r : 231), p[17] = (uint8_t)(231 - p[0]); /* sums overflow beyond */
+                for (int j = 0; ty == 0 && j < 4; j++)
+                    p[j] = (uint8_t)(r + 64 * j), p[36 + j] = (uint8_t)(r + 64 * j + 32);
+                for (int b = 0; ty == 1 && b < 4; b++) /* sums overflow beyond */
+                    p[17 * b] = (uint8_t)(b & 1 ? 231 - p[0] : r < 232 ? r : 231);
+                if (ty == 2) {
+                    const float d = ldexpf(1.0f + (float)r / 256, r / 2 - 64);
+                    memcpy(p, &d, sizeof d);
+                    for (int j = 0; j < N_IN; j++) p[4 + j] = (uint8_t)(r & 1 ? 0x80 | j : j);
+                    p[4 + 0x7f] = 0x7e;
+                }
             }
             for (int i = 0, n = kt_formats(k, types[ty], f); i < n; i++) {
                 struct kt_case c = {

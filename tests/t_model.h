@@ -996,7 +996,7 @@ static const struct synth batch_shapes[] = {
      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=1 attention.key_length=32 "
      "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
      "ssm.inner_size=128 full_attention_interval=2 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
-     "expert_shared_count=1 vocab_size=96 context_length=65536 rope.freq_base=1e7", .q8 = true},
+     "expert_shared_count=1 vocab_size=96 context_length=65536 rope.freq_base=1e7", .backbone = GGUF_Q8_0},
     {"decay of each key channel", "kimi-linear", .keys =
      "block_count=2 embedding_length=128 attention.head_count=3 attention.head_count_kv=0,1 attention.kv_lora_rank=64 "
      "attention.key_length_mla=24 attention.value_length_mla=16 rope.dimension_count=8 ssm.conv_kernel=3 "
@@ -1006,7 +1006,7 @@ static const struct synth batch_shapes[] = {
      "block_count=2 embedding_length=128 attention.head_count=2 attention.head_count_kv=0,1 attention.kv_lora_rank=64 "
      "attention.key_length_mla=40 attention.value_length_mla=16 rope.dimension_count=8 ssm.conv_kernel=4 "
      "kda.head_dim=64 kda.gate_lower_bound=-5 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
-     "expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536", .q8 = true},
+     "expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536", .backbone = GGUF_Q8_0},
     {"chosen pools", "glm5-next", .keys =
      "block_count=3 embedding_length=128 attention.head_count=3 attention.head_count_kv=0,1,1 attention.q_lora_rank=72 "
      "attention.kv_lora_rank=64 attention.key_length_mla=24 attention.value_length_mla=16 rope.dimension_count=0 "

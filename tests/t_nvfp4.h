@@ -404,7 +404,16 @@ static void formats_encode(enum gguf_type type, const float *x, size_t n, uint8_
             memcpy(row + 2 * i, &h, 2);
         }
         return;
-    case GGUF_BLOCKS: quantize_blocks(type, x, n, &rule, row);
+    case GGUF_FP8: /* as a release does */
+        for (size_t b = 0; b < n / 128; b++, x += 128, row += sizeof(struct block_fp8)) {
+            float amax = 0;
+            for (int i = 0; i < 128; i++) amax = fmaxf(amax, fabsf(x[i]));
+            amax /= 448;
+            memcpy(row, &amax, sizeof amax);
+            for (int i = 0; i < 128; i++) row[4 + i] = e4m3_from_f32(x[i] / amax);
+        }
+        return;
+    case GGUF_INTEGERS: quantize_blocks(type, x, n, &rule, row);
     }
 }
 
@@ -417,6 +426,7 @@ static double formats_error(enum gguf_type type) {
     case GGUF_Q8_0: return 0.01;
     case GGUF_MXFP4: return 0.13;
     case GGUF_NVFP4: return 0.1;
+    case GGUF_FP8: return 0.04;
     }
     return NAN;
 }
@@ -458,15 +468,20 @@ static void test_nvfp4_formats(void) {
 
 /* Every number of a type has a name of its own; numbers beyond have none, and are no format. */
 static void test_nvfp4_type_names(void) {
-    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++) {
+    for (uint32_t i = 0; i < GGUF_TYPE_SLOTS; i++) {
+        const uint32_t t = gguf_slot_type(i);
         const char *name = gguf_type_info(t).name;
+        CHECK(gguf_type_slot(t) == i, "type %u has place %u, not %u", t, gguf_type_slot(t), i);
         CHECK(strcmp(name, "unknown"), "type %u has no name", t);
-        for (uint32_t k = 0; k < t; k++) CHECK(strcmp(name, gguf_type_info(k).name), "%u and %u are %s", k, t, name);
+        for (uint32_t k = 0; k < i; k++)
+            CHECK(strcmp(name, gguf_type_info(gguf_slot_type(k)).name), "%u and %u are %s", gguf_slot_type(k), t, name);
     }
-    static const uint32_t none[] = {GGUF_I32, GGUF_F64, GGUF_Q4_0, GGUF_TYPE_COUNT, UINT32_MAX};
+    static const uint32_t none[] = {GGUF_I32,     GGUF_F64,     GGUF_Q4_0, GGUF_TYPE_COUNT,
+                                    GGUF_OWN - 1, GGUF_OWN_END, UINT32_MAX};
     for (size_t i = 0; i < sizeof none / sizeof *none; i++)
         CHECK(!gguf_find_format(none[i]) && !gguf_is_float(none[i]), "%u is a format", none[i]);
     CHECK_STR(gguf_type_info(GGUF_TYPE_COUNT).name, "unknown", "the number after the last");
+    CHECK_STR(gguf_type_info(GGUF_OWN_END).name, "unknown", "the number after the last of moe");
 }
 
 #define TESTS_NVFP4                                                                                              \

@@ -1213,7 +1213,7 @@ static void test_plan_usage(void) {
         {"--plan -p hi -m build/demo.gguf", "--plan and -p cannot be combined", 2},
         {"--plan --synth kimi-k2 -m new.gguf", "--plan needs -m or --synth, not both", 2},
         {"--json -m build/demo.gguf", "--json works only with --plan", 2},
-        {"--plan --gpus 4x96 --synth kimi-k2:backbone=q4", "backbone=bf16 or backbone=q8_0", 2},
+        {"--plan --gpus 4x96 --synth kimi-k2:backbone=q4", "backbone=bf16, q8_0 or fp8", 2},
         {"--plan --gpus 4x96 -m $d/nothing.gguf", "No such file", 1},
         {"--plan --gpus 4x96 -m Makefile", "not a GGUF file", 1}};
     json_decref(plan_of("--gpus 2X96GB --synth gpt-oss-120b", 0));
