@@ -4762,7 +4762,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
  * Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
  * ============================================================================================================ */
 
-/* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
+/* Qwen3-MoE and the text part of Qwen3-VL, whose three positions of a token are the same in text: rope.dimension_sections
+ * does not matter. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
  * expert_weights_norm says. */
 static void read_qwen3moe(struct loader *l) {
     read_gqa(l);
@@ -6082,6 +6083,8 @@ void rank_pass(struct rank *r) {
 static const struct family families[] = {
     {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen3moe, .layer = layer_gqa},
+    {.arch = "qwen3vlmoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_qwen3moe, .layer = layer_gqa},
     {.arch = "qwen3", .dense = true, .read = read_gqa, .layer = layer_gqa},
     {.arch = "qwen35moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen35,   .layer = layer_qwen35},
@@ -7319,6 +7322,10 @@ static const struct synth synths[] = {
      "expert_used_count=8 expert_feed_forward_length=1024 expert_shared_count=1 vocab_size=200192 "
      "expert_weights_scale=2.826 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=10000", .head_gate = true,
      .value_gate = true},
+    {"qwen3-vl-30b-a3b", "qwen3vlmoe", .keys =
+     "context_length=262144 embedding_length=2048 block_count=48 attention.head_count=32 attention.head_count_kv=4 "
+     "attention.key_length=128 attention.value_length=128 expert_count=128 expert_used_count=8 "
+     "expert_feed_forward_length=768 vocab_size=151936 rope.freq_base=5e6"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -24273,11 +24280,11 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
                                     "hunyuan-a13b, ling-flash-2, granite-3.1-1b-a400m, k-exaone-236b-a23b,\n"
-                                    "trinity-mini, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
-                                    "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
-                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b,\n"
-                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+                                    "trinity-mini, qwen3-vl-30b-a3b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
+                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
                                     "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"

@@ -955,6 +955,7 @@ static struct checkpoint {
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
     bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
+    bool transposed;                         /* fused experts are (E, cols, rows), the columns of gate before those of up */
     bool ungated;                            /* feed-forwards have no gate */
     const char *expert_gain;                 /* factors of the experts' results, in the table's words; NULL: none */
     bool own_values;                         /* layers without a window have a matrix of values */
@@ -975,7 +976,8 @@ static struct checkpoint {
     bool partial;              /* `rotary` may differ */
     bool window_rope;          /* layers with a window have another rotation */
     const char *window_theta;  /* its base; NULL: as rope_theta's */
-    bool sections;             /* GGUF files have the shares of time, height and width */
+    const int32_t *sections;   /* the shares of time, height and width where config.json does not say; NULL: GGUF files
+                                * have none */
     bool stretched;            /* the base may be stretched by a factor alpha */
     bool proportional;         /* of all pairs of a head those after a share are not rotated, by rope_freqs.weight */
     bool llama3;               /* rope_freqs.weight may change frequencies */
@@ -1611,7 +1613,7 @@ struct expert_source {
     enum {
         EACH,   /* a tensor for every matrix */
         ROWS,   /* (E, rows, cols): of gate, up or down, or the rows of gate before those of up */
-        COLUMNS /* (E, cols, rows): the columns of gate and up alternate */
+        COLUMNS /* (E, cols, rows): the columns of gate and up alternate, or those of gate come first */
     } form;
     struct tensor *w;    /* NULL: EACH */
     const char *hf;      /* its name, without .weight or _blocks */
@@ -1629,7 +1631,7 @@ static struct expert_source find_experts(int layer, bool up, bool down) {
     s.form = ROWS;
     if (s.w) return s;
     s.w = find_fused(hf_name(layer, s.hf));
-    if (s.w && src.interleaved && !src.by_rows) s.form = COLUMNS;
+    if (s.w && (src.transposed || (src.interleaved && !src.by_rows))) s.form = COLUMNS;
     if (s.w) return s;
     s = (struct expert_source){.form = ROWS, .n_part = 1, .hf = up ? "mlp.experts.up_proj" : "mlp.experts.gate_proj"};
     if (!down) s.w = find_fused(hf_name(layer, s.hf));
@@ -1700,8 +1702,12 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
     if (s->form == ROWS)
         return (struct piece){.lin = resolve_fused(&f), .row = e * stride + s->part * rows, .rows = rows};
     if (!is_float(w)) die("%s: expected BF16, F16 or F32, found %s", where(w), shape_text(w));
-    return (struct piece){
-        .lin = resolve_fused(&f), .row = e * cols, .rows = rows, .col = s->part, .step = s->n_part, .height = cols};
+    return (struct piece){.lin = resolve_fused(&f),
+                          .row = e * cols,
+                          .rows = rows,
+                          .col = src.transposed ? s->part * rows : s->part,
+                          .step = src.transposed ? 1 : s->n_part,
+                          .height = cols};
 }
 
 /* Returns the values of a vector of the source, malloc'ed. Dies if one is 0 or not finite. */
@@ -2332,6 +2338,13 @@ static bool is_dense_qwen3(int layer) {
         if (dense == layer) return true;
     }
     return (layer + 1) % (int)get_int(src.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
+}
+
+/* Writes how many layers of Qwen3-VL add what the vision tower has of a picture: its text part knows the number from
+ * its width of inputs. */
+static void put_qwen3_vl(void) {
+    json_t *list = get_list(get_obj(src.top, "vision_config"), "deepstack_visual_indexes");
+    kv_u32("n_deepstack_layers", json_array_size(list));
 }
 
 /* Whether a block has a gated delta net. */
@@ -3625,6 +3638,7 @@ static const struct renaming inkling2_names[] = {{"model.embed_tokens", "model.e
 /* What several rows of the table have in common. */
 /* clang-format off */
 static const char bias_name[] = "exp_probs_b.bias"; /* in GGUF */
+static const int32_t qwen35_sections[4] = {11, 11, 10, 0}, qwen3_vl_sections[4] = {24, 20, 20, 0};
 static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use_sliding_window false "
                                   "mtp_use_dedicated_embeddings false",
                   fixed_deepseek[] = "moe_layer_freq 1 rope_interleave true",
@@ -3706,17 +3720,21 @@ static const struct release {
     {.type = "qwen3_moe", .fixed = "use_sliding_window false",
      .src = {.arch = "qwen3moe", .is_dense = is_dense_qwen3, .experts_key = "num_experts",
              .experts_other = "num_local_experts"}},
+    {.type = "qwen3_vl_moe_text", .wrapper = "qwen3_vl_moe", .fixed = "use_sliding_window false norm_topk_prob true",
+     .src = {.arch = "qwen3vlmoe", .is_dense = is_dense_qwen3, .experts_key = "num_experts",
+             .experts_other = "num_local_experts", .transposed = true, .norm_topk_prob = true, .rope_theta = 500000,
+             .sections = qwen3_vl_sections, .put = put_qwen3_vl}},
     {.type = "qwen3", .fixed = "use_sliding_window false",
      .src = {.arch = "qwen3"}},
     {.type = "qwen3_5_text", .wrapper = "qwen3_5", .fixed = fixed_delta,
-     .src = {.arch = "qwen35", .pre = "qwen35", QWEN_DELTA, .sections = true}},
+     .src = {.arch = "qwen35", .pre = "qwen35", QWEN_DELTA, .sections = qwen35_sections}},
     {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .fixed = fixed_delta,
      .src = {.arch = "qwen35moe", .pre = "qwen35", QWEN_DELTA_EXPERTS, .is_dense = is_dense_never,
-             .sections = true}},
+             .sections = qwen35_sections}},
     {.type = "qwen4_exp_text", .wrapper = "qwen4_exp", .config = config_qwen4,
      .fixed = "indexer_kv_heads 1 use_sliding_window false",
      .src = {.arch = "qwen4exp", .pre = "qwen35", QWEN_HYBRID, QWEN_EXPERTS, .renaming = qwen4_names, .put = put_qwen4,
-             .is_dense = is_dense_never, .indexed = true, .sections = true}},
+             .is_dense = is_dense_never, .indexed = true, .sections = qwen35_sections}},
     {.type = "qwen3_next", .fixed = fixed_delta,
      .src = {.arch = "qwen3next", QWEN_DELTA_EXPERTS, .is_dense = is_dense_qwen3}},
     {.type = "deepseek_v3", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
@@ -5102,9 +5120,8 @@ static void put_engrams(void) {
  * Writes the keys of the GGUF file under the names that llama.cpp uses, and moe.reap.* for pruned models.
  * ============================================================================================================ */
 
-/* Writes the shares of time, height and width in Qwen3.5's rotation, which are the same number for text. */
+/* Writes the shares of time, height and width in a rotation, which are the same number for text. */
 static void put_rope_sections(struct doc r) {
-    static const int32_t usual[4] = {11, 11, 10, 0};
     int32_t sections[4] = {0};
     json_t *list = get_list(r, "mrope_section");
     for (size_t i = 0; i < json_array_size(list); i++) {
@@ -5112,7 +5129,7 @@ static void put_rope_sections(struct doc r) {
         expect(r, "mrope_section", i < 4 && n >= 0 && n <= INT32_MAX, "at most four numbers from 0 up");
         sections[i] = (int32_t)n;
     }
-    kv_array("rope.dimension_sections", GGUF_V_I32, 4, list ? sections : usual);
+    kv_array("rope.dimension_sections", GGUF_V_I32, 4, list ? sections : src.sections);
 }
 
 /* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
@@ -5166,7 +5183,7 @@ static void note_rope(void) {
     }
     note_unknown(r, fmt("%s mscale mscale_all_dim%s", known,
                         llama3           ? " low_freq_factor high_freq_factor"
-                        : src.mtp_beside ? " mrope_section mrope_interleaved"
+                        : src.sections   ? " mrope_section mrope_interleaved"
                         : src.tempered   ? " llama_4_scaling_beta max_position_embeddings"
                         : src.stretched  ? " alpha"
                                          : ""));
@@ -6438,16 +6455,17 @@ static const struct manual manual = {
              "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
-             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
-             "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
-             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
-             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, exaone_moe, afmoe,\n"
-             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
-             "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
-             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash,\n"
-             "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
-             "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "Models: qwen3_moe, qwen3_vl_moe, qwen3_vl_moe_text, qwen3_5_moe,\n"
+             "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
+             "qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4, deepseek_v41,\n"
+             "deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
+             "glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe, bailing_moe_v2,\n"
+             "sarvam_moe, granitemoe, granitemoeshared, exaone_moe, afmoe, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
+             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2,\n"
+             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

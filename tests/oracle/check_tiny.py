@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe"):
+                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -496,6 +496,8 @@ def rules(config, layer):
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
+    if kind == "qwen3_vl_moe_text":
+        r |= dict(norm="head", sparse=layer not in config["mlp_only_layers"], names="turned")
     if kind == "glm4":
         part = r["rope"].get("partial_rotary_factor") or config["partial_rotary_factor"]
         r |= dict(pairs=True, turned=int(head * part), after=("post_self_attn_layernorm", "post_mlp_layernorm"))
@@ -661,6 +663,11 @@ def expert_parts(W, r, p, e):
     if r["names"] == "linear":
         gate, up = np.split(W.get(p + "input_linear.weight")[e], 2)
         return gate, up, W.get(p + "output_linear.weight")[e], 0, 0, 0
+    if r["names"] == "turned" and W.has(p + "experts.gate_up_proj"):  # [in, out], gate first
+        gate, up = np.split(W.get(p + "experts.gate_up_proj")[e].T, 2)
+        return gate, up, W.get(p + "experts.down_proj")[e].T, 0, 0, 0
+    if r["names"] == "turned":
+        return *(W.get(f"{p}experts.{e}.{name}_proj.weight") for name in ("gate", "up", "down")), 0, 0, 0
     if r["names"] == "stacked":
         return *(W.get(f"{p}{name}_proj.weight")[e] for name in ("gate", "up", "down")), 0, 0, 0
     if r["names"]:

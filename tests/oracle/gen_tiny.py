@@ -588,6 +588,24 @@ def qwen3_5(layers, **changes):
             "vision_end_token_id": 248054, "vision_start_token_id": 248053}
 
 
+def qwen3_vl(**changes):
+    """config.json in the words of the Qwen3-VL MoE releases: the text model beside a vision tower, some of whose layers
+    add to the first ones of the text model."""
+    dropped = ("architectures", "bos_token_id", "pad_token_id", "rope_scaling", "sliding_window", "tie_word_embeddings",
+               "torch_dtype", "use_sliding_window")
+    text = {**qwen(**{"model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 64, "num_hidden_layers": 2,
+                      "rope_theta": 5000000, **changes}), "attention_dropout": 0.0, "dtype": "bfloat16",
+            "initializer_range": 0.02, "use_cache": True}
+    text = {k: v for k, v in text.items() if k not in dropped}
+    section = {64: [12, 10, 10], 128: [24, 20, 20]}[text["head_dim"]]
+    text["rope_scaling"] = {"mrope_interleaved": True, "mrope_section": section, "rope_type": "default"}
+    vision = {**qwen3_5("F")["vision_config"], "deepstack_visual_indexes": [0], "initializer_range": 0.02,
+              "model_type": "qwen3_vl_moe", "out_hidden_size": text["hidden_size"]}
+    return {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655,
+            "model_type": "qwen3_vl_moe", "text_config": text, "tie_word_embeddings": False, "video_token_id": 151656,
+            "vision_config": vision, "vision_end_token_id": 151653, "vision_start_token_id": 151652}
+
+
 def qwen3_5_dense(layers, **changes):
     """The same of the dense Qwen3.5, 3.6 and 3.8."""
     moe = qwen3_5(layers, **changes)
@@ -918,6 +936,7 @@ GRANITE_STACKS = r"model\.", ".input_linear.weight", ".output_linear.weight"
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"; or the pattern
 #            and two other names in place of these
+#   turned   those are stored as [experts, hidden, 2 x width] and [experts, width, hidden]
 #   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
 #   loud     the tensors whose names match are drawn three times as large, so that limits clip some values
 #   common   the embeddings have so much of one vector in common; some scores of an indexer are then negative throughout
@@ -997,6 +1016,11 @@ SPECS = {
     "gemma4_dense": dict(config={"architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16", **gemma4(
         "SFSF", hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=32, global_head_dim=64,
         attention_k_eq_v=False, intermediate_size=128, sliding_window=16)}),
+    "qwen3_vl_moe": dict(config=qwen3_vl(num_hidden_layers=3), fused=r"model\.", turned=True),
+    "qwen3_vl_moe_nvfp4": dict(
+        config=qwen3_vl(hidden_size=128, num_attention_heads=3, num_key_value_heads=1, head_dim=128, num_experts=6,
+                        num_experts_per_tok=2, moe_intermediate_size=128, mlp_only_layers=[0]),
+        declare="modelopt", store=[(r"language_model\.layers.*\.experts\..*_proj\.weight$", "nvfp4")]),
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
         config=qwen(num_hidden_layers=2, num_key_value_heads=1, num_experts=4,
@@ -1481,17 +1505,17 @@ class Checkpoint:
         self.tensors[name.replace("weight", "scale")] = exponents.view(torch.float8_e8m0fnu)
         return exact
 
-    def fuse(self, pattern, both=".experts.gate_up_proj", down=".experts.down_proj"):
+    def fuse(self, pattern, both=".experts.gate_up_proj", down=".experts.down_proj", turned=False):
         """Stores the experts of a layer as releases in BF16 do: gate_up_proj [experts, 2 x width, hidden] and
-        down_proj [experts, hidden, width]."""
+        down_proj [experts, hidden, width], or, turned, with rows and columns exchanged."""
         for name in [n for n in self.tensors if n.endswith(".experts.0.gate_proj.weight") and re.match(pattern, n)]:
             path = name.removesuffix(".0.gate_proj.weight")
             count = sum(n.startswith(path + ".") and n.endswith(".gate_proj.weight") for n in self.tensors)
             take = lambda i, part: self.tensors.pop(f"{path}.{i}.{part}_proj.weight")
-            own = path.removesuffix(".experts")
-            self.tensors[own + both] = torch.stack(
-                [torch.cat([take(i, "gate"), take(i, "up")]) for i in range(count)])
-            self.tensors[own + down] = torch.stack([take(i, "down") for i in range(count)])
+            own, turn = path.removesuffix(".experts"), (lambda t: t.mT.contiguous()) if turned else lambda t: t
+            self.tensors[own + both] = turn(torch.stack(
+                [torch.cat([take(i, "gate"), take(i, "up")]) for i in range(count)]))
+            self.tensors[own + down] = turn(torch.stack([take(i, "down") for i in range(count)]))
 
     def stack(self, pattern, whole):
         """Stores what match `pattern` as one tensor, in the order of the numbers."""
@@ -2765,7 +2789,7 @@ def make(name):
     elif spec.get("mtp"):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
-        checkpoint.fuse(*np.atleast_1d(spec["fused"]))
+        checkpoint.fuse(*np.atleast_1d(spec["fused"]), turned=spec.get("turned", False))
     if spec.get("joined"):
         checkpoint.join()
     if spec.get("stack"):
