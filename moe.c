@@ -1918,6 +1918,7 @@ static const struct key_rule key_rules[] = {
     {"rope.scaling.attn_factor",             KEY_NUM,  KEY_ONE,    0, 1e3,         1},
     {"rope.scaling.yarn_log_multiplier",     KEY_NUM,  KEY_ONE,    0, 10,          0},
     {"rope.scaling.yarn_ext_factor",         KEY_NUM,  KEY_ONE,    0, 1,           KEY_FOLLOWS}, /* 1 for YaRN, else 0 */
+    {"rope.scaling.finetuned",               KEY_BOOL, KEY_ONE,    0, 1,           1}, /* Granite: heads are rotated */
     {"rope.scale_linear",                    KEY_NUM,  KEY_ONE,    1, 1,           1}, /* nothing else is supported */
     /* latent attention */
     {"attention.q_lora_rank",                KEY_INT,  KEY_ONE,    0, 1 << 16,     0}, /* 0: the query has no low rank */
@@ -4815,9 +4816,10 @@ static void read_llama(struct loader *l) {
     read_gqa(l);
 }
 
-/* Reads the metadata of Granite's mixtures, which have factors of the embedding, of the scores of attention, of what halves
- * of layers give, and of the logits. */
+/* Reads the metadata of Granite, which has factors of the embedding, of the scores of attention, of what halves of layers
+ * give, and of the logits. rope.scaling.finetuned says whether anything is rotated, as in llama.cpp. */
 static void read_granite(struct loader *l) {
+    l->unrotated = !loader_bool_or(l, "rope.scaling.finetuned", true);
     read_llama(l);
     const float scale = loader_num(l, "attention.scale");
     if (scale > 0) l->attn.scale = scale;
@@ -5583,7 +5585,8 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: Mamba-2
  *
- * Nemotron-3: layers of Mamba-2, of grouped-query attention without rotation, and of a feed-forward, one in each.
+ * Nemotron-3: layers of Mamba-2, of grouped-query attention without rotation, and of a feed-forward, one in each. Granite
+ * 4: layers of Mamba-2 or attention, each with a feed-forward.
  * ============================================================================================================ */
 
 /* Reads the metadata of Nemotron-3. attention.head_count_kv and feed_forward_length say what a layer has; one without
@@ -5607,6 +5610,23 @@ static void layer_nemotron_h(struct loader *l, struct layer *layer, int il) {
     layer->post_norm = l->n_head_kv[il] && l->n_ff[il];
     if (layer_has_tensor(l, il, "ffn_gate_inp.weight")) layer->n_latent = l->n_latent;
     if (!l->recurrent[il]) return;
+    layer->mixer = MIXER_MAMBA;
+    layer->delta = l->delta;
+}
+
+/* Reads the metadata of Granite 4. Layers without KV heads have Mamba-2. */
+static void read_granite_hybrid(struct loader *l) {
+    read_granite(l);
+    read_delta(l);
+    for (int il = 0; il < model_blocks(l->m) && !l->failed; il++) l->recurrent[il] = !l->n_head_kv[il];
+}
+
+/* A layer of Granite 4. */
+static void layer_granite_hybrid(struct loader *l, struct layer *layer, int il) {
+    if (!l->recurrent[il]) {
+        layer_attn(l, layer, il);
+        return;
+    }
     layer->mixer = MIXER_MAMBA;
     layer->delta = l->delta;
 }
@@ -6130,6 +6150,9 @@ static const struct family families[] = {
      .read = read_llama,    .layer = layer_attn},
     {.arch = "granitemoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_granite,  .layer = layer_attn},
+    {.arch = "granite", .dense = true, .read = read_granite, .layer = layer_attn},
+    {.arch = "granitehybrid", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true, .no_kv_layers = true,
+     .read = read_granite_hybrid, .layer = layer_granite_hybrid},
     {.arch = "mistral3", .dense = true, .read = read_mistral3, .layer = layer_attn},
     {.arch = "qwen2", .dense = true, .read = read_gqa, .layer = layer_attn},
     {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
@@ -7304,6 +7327,14 @@ static const struct synth synths[] = {
      "leading_dense_block_count=1 expert_count=256 expert_used_count=8 expert_feed_forward_length=1024 "
      "expert_shared_count=1 expert_group_count=8 expert_group_used_count=4 expert_gating_func=2 vocab_size=157184 "
      "expert_weights_norm=true expert_weights_scale=2.5 rope.freq_base=600000"},
+    {"granite-4.0-h-small", "granitehybrid", .keys =
+     "context_length=1048576 embedding_length=4096 block_count=40 feed_forward_length=768 attention.head_count=32 "
+     "attention.head_count_kv=0*5,8,0:0:0:0:0:0:0:0:0:8*,0*4 attention.key_length=128 attention.value_length=128 "
+     "attention.scale=0.0078125 embedding_scale=12 residual_scale=0.22 logit_scale=16 rope.scaling.finetuned=false "
+     "ssm.conv_kernel=4 ssm.group_count=1 ssm.time_step_rank=128 ssm.state_size=128 ssm.inner_size=8192 "
+     "expert_count=72 expert_used_count=10 expert_feed_forward_length=768 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=1536 vocab_size=100352 attention.layer_norm_rms_epsilon=1e-5 "
+     "rope.freq_base=10000"},
     {"granite-3.1-1b-a400m", "granitemoe", .keys =
      "context_length=131072 embedding_length=1024 block_count=24 attention.head_count=16 attention.head_count_kv=8 "
      "attention.key_length=64 attention.value_length=64 attention.scale=0.015625 embedding_scale=12 "
@@ -24279,11 +24310,11 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
                                     "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
-                                    "hunyuan-a13b, ling-flash-2, granite-3.1-1b-a400m, k-exaone-236b-a23b,\n"
-                                    "trinity-mini, qwen3-vl-30b-a3b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
-                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
-                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "hunyuan-a13b, ling-flash-2, granite-4.0-h-small, granite-3.1-1b-a400m,\n"
+                                    "k-exaone-236b-a23b, trinity-mini, qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
+                                    "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
+                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
+                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
                                     "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
                                     "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
                                     "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"

@@ -926,8 +926,9 @@ static struct checkpoint {
     bool tell_window;                /* GGUF files say how many, even 0 */
     bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
     bool indexed;                    /* layer_types may call layers of attention indexed_attention */
-    bool (*is_kda)(int layer);       /* the block has Kimi delta attention, and no KV head; NULL: none has */
+    bool (*is_linear)(int layer);    /* the block has a recurrent mixer, and no KV head; NULL: none has */
     bool no_rope;                    /* latent attention has no rotated values */
+    bool unrotated;                  /* nor has attention of Granite 4, whose GGUF files say so */
     int full_head;                   /* values of a head in layers without a window; 0: as many as in the others */
     int n_head, n_head_kv;           /* heads of queries, of keys and values */
     int window_heads[2];             /* the same in layers with a window; 0: as many */
@@ -1403,11 +1404,13 @@ static enum stacking stacking_of(const struct tensor_rule *r) {
     return r->n == DIM_EXPERTS ? EXPERTS : ffn ? DENSE_FFN : SINGLE;
 }
 
-/* Returns gate (k 0) or up of a shared expert that has both as one matrix, the rows of gate first. NULL: it has not. */
+/* Returns gate (k 0) or up of a feed-forward, or of a shared expert, that has both as one matrix, the rows of gate first.
+ * NULL: it has not. */
 static struct piece *half_pieces(const struct tensor_rule *r, int layer, size_t k) {
-    const char *both = hf_name(layer, "mlp.shared_experts.gate_up_proj");
+    const bool shared = r->out == DIM_SHARED;
+    const char *both = hf_name(layer, shared ? "mlp.shared_experts.gate_up_proj" : "mlp.gate_up_proj");
     const size_t rows = dim_of(r->out), cols = dim_of(r->in);
-    if (r->out != DIM_SHARED || !has_linear(both)) return NULL;
+    if (!has_linear(both)) return NULL;
     struct piece *p = NULL, one = {.lin = resolve_linear(both), .row = k * rows, .rows = rows};
     if (one.lin.rows != 2 * rows || one.lin.cols != cols)
         die("%s: expected [%zu, %zu] (2 %s, %s), found %s", where(one.lin.w), 2 * rows, cols, dim_name(r->out),
@@ -2944,7 +2947,40 @@ static void config_granite(void) {
     if (!src.n_shared) src.shared_key = NULL;
 }
 
-/* Writes the factors of Granite's mixtures. */
+/* Whether a layer of Granite 4 has Mamba-2, as layer_types says in the words of the releases or of transformers. */
+static bool is_mamba_granite(int layer) {
+    const char *type = json_string_value(json_array_get(get_list(src.cfg, "layer_types"), (size_t)layer));
+    expect(src.cfg, "layer_types", type && one_of(type, "mamba linear_attention attention full_attention"),
+           "\"mamba\" or \"attention\" for each layer");
+    return one_of(type, "mamba linear_attention");
+}
+
+/* Finds the architecture of a model of Granite 4: there are hybrids and models of attention alone, mixtures and dense
+ * ones, where the feed-forward is what is the shared expert elsewhere. */
+static const char *kinds_granite(void) {
+    const struct doc c = src.cfg;
+    const size_t n = json_array_size(get_list(c, "layer_types"));
+    const bool experts = get_int(c, "num_local_experts", 0, MAX_EXPERTS, 0) > 0;
+    bool mamba = false;
+    expect(c, "layer_types", n && n == size_of("num_hidden_layers"), "\"mamba\" or \"attention\" for each layer");
+    for (size_t l = 0; l < n; l++) mamba |= is_mamba_granite((int)l);
+    src.arch = mamba ? "granitehybrid" : experts ? "granitemoe" : "granite";
+    src.unrotated = strcmp(get_str(c, "position_embedding_type", "nope"), "rope");
+    if (mamba && src.unrotated) src.context = 1 << 20; /* as in llama.cpp: nothing depends on positions */
+    if (experts) return NULL;
+    src.experts_key = src.experts_other = src.shared_key = NULL;
+    src.dense_key = "shared_intermediate_size";
+    return NULL;
+}
+
+/* Reads the keys of Granite 4. */
+static void config_granite4(void) {
+    const json_t *most = json_array_get(get_list(src.cfg, "time_step_limit"), 1);
+    src.n_shared = src.experts_key != NULL;
+    expect(src.cfg, "time_step_limit", !json_is_number(most) || isinf(json_number_value(most)), "no limit");
+}
+
+/* Writes the factors of Granite. */
 static void put_granite(void) {
     static const char *const names[][2] = {{"attention_multiplier", "attention.scale"},
                                            {"embedding_multiplier", "embedding_scale"},
@@ -2957,12 +2993,34 @@ static void put_granite(void) {
     }
 }
 
+/* The same of Granite 4, whether heads are rotated, and the sizes of Mamba-2. */
+static void put_granite4(void) {
+    const struct doc c = src.cfg;
+    put_granite();
+    gguf_put_bool(&writer, arch_key("rope.scaling.finetuned"), !src.unrotated);
+    if (strcmp(src.arch, "granitehybrid")) return;
+    const size_t inner = size_of("hidden_size") * (size_t)get_int(c, "mamba_expand", 1, 64, 2),
+                 heads = size_of("mamba_n_heads"), groups = (size_t)get_int(c, "mamba_n_groups", 1, INT32_MAX, 1);
+    const json_t *head = get(c, "mamba_d_head");
+    expect(c, "mamba_n_heads", heads % groups == 0 && inner % heads == 0,
+           fmt("a multiple of the %zu of mamba_n_groups that divides mamba_expand x hidden_size, %zu", groups, inner));
+    expect(c, "mamba_d_head", !head || json_is_string(head) || json_integer_value(head) == (int64_t)(inner / heads),
+           fmt("%zu, as mamba_n_heads gives", inner / heads));
+    kv_u32("ssm.conv_kernel", (size_t)get_int(c, "mamba_d_conv", 1, 16, 4));
+    kv_u32("ssm.state_size", size_of("mamba_d_state"));
+    kv_u32("ssm.group_count", groups);
+    kv_u32("ssm.time_step_rank", heads);
+    kv_u32("ssm.inner_size", inner);
+}
+
 static const struct renaming granite_names[] = {
     {"mlp.experts.gate_up_proj", "block_sparse_moe.input_linear", EVERYWHERE},
     {"mlp.experts.down_proj", "block_sparse_moe.output_linear", EVERYWHERE},
     {"mlp.gate", "block_sparse_moe.router.layer", EVERYWHERE},
     {"mlp.shared_experts.gate_up_proj", "shared_mlp.input_linear", EVERYWHERE},
     {"mlp.shared_experts.down_proj", "shared_mlp.output_linear", EVERYWHERE},
+    {"mlp.gate_up_proj", "shared_mlp.input_linear", EVERYWHERE},
+    {"mlp.down_proj", "shared_mlp.output_linear", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
 static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                       {NULL, NULL, EVERYWHERE}};
@@ -3687,10 +3745,10 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
     .eps = 1e-5, .put = put_mimo
 
 #define GRANITE                                                                                                \
-    .arch = "granitemoe", .renaming = granite_names, .is_dense = is_dense_never,                               \
+    .renaming = granite_names, .is_dense = is_dense_never,                                                     \
     .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",      \
     .shared_key = "shared_intermediate_size", .shared_width = true, .kv_optional = true, .norm_key = "",       \
-    .norm_topk_prob = true, .pairs = true, .rope_theta = 10000, .put = put_granite
+    .norm_topk_prob = true, .pairs = true, .rope_theta = 10000
 
 #define LING                                                                                                   \
     .arch = "bailingmoe2", .renaming = ling_names, .is_dense = is_dense_leading, .leads = true,                \
@@ -3710,7 +3768,7 @@ static const struct release {
     const char *type;     /* model_type of config.json */
     const char *class;    /* the one of architectures, where several families have the type; NULL: any */
     const char *wrapper;  /* model_type of a config.json that has this family's in text_config; NULL: there is none */
-    const char *(*kinds)(void); /* what src.kinds is; NULL: it is NULL */
+    const char *(*kinds)(void); /* what src.kinds is, and what that decides; NULL: it is NULL */
     void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
     const char *act;      /* another name of hidden_act; NULL: there is none */
     const char *level;    /* keys whose lists have one value, see config_level; NULL: there are none */
@@ -3823,9 +3881,12 @@ static const struct release {
              .proportional = true,
              .rope_theta = 1e6, .put = put_gemma4}},
     {.type = "granitemoe", .config = config_granite,
-     .src = {GRANITE}},
+     .src = {GRANITE, .arch = "granitemoe", .put = put_granite}},
     {.type = "granitemoeshared", .config = config_granite,
-     .src = {GRANITE}},
+     .src = {GRANITE, .arch = "granitemoe", .put = put_granite}},
+    {.type = "granitemoehybrid", .kinds = kinds_granite, .config = config_granite4,
+     .fixed = "mamba_conv_bias true mamba_proj_bias false mlp_bias false normalization_function rmsnorm",
+     .src = {GRANITE, .arch = "granitehybrid", .is_linear = is_mamba_granite, .put = put_granite4}},
     {.type = "olmoe", .fixed = "clip_qkv none",
      .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
@@ -3881,7 +3942,7 @@ static const struct release {
      .src = {MIMO}},
     {.type = "kimi_linear", .config = config_kimi_linear,
      .fixed = "mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid num_nextn_predict_layers 0",
-     .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .is_kda = is_kda_kimi,
+     .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .is_linear = is_kda_kimi,
              .is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size",
              .shared_count = "num_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
@@ -3893,7 +3954,7 @@ static const struct release {
     {.type = "sarvam_moe", .config = config_ling, .fixed = fixed_ling,
      .src = {LING, .rope_theta = 8e6}},
     {.type = "bailing_hybrid", .config = config_bailing, .fixed = fixed_bailing,
-     .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_kda = is_kda_bailing,
+     .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_linear = is_kda_bailing,
              .is_dense = is_dense_leading, .leads = true, .experts_key = "num_experts",
              .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
              .shared_width = true, .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true,
@@ -3901,7 +3962,7 @@ static const struct release {
     {.type = "glm5_next_text", .wrapper = "glm5_next", .config = config_glm5_next,
      .fixed = "mla_use_nope true mhc true moe_layer_freq 1 index_kpool_always_select_tail true",
      .src = {.arch = "glm5-next", .renaming = glm5_next_names, LATENT, DEEPSEEK_EXPERTS, .no_rope = true,
-             .is_kda = is_kda_glm, .has_indexer = has_indexer_glm_next, .eps = 1e-5, .put = put_glm5_next}},
+             .is_linear = is_kda_glm, .has_indexer = has_indexer_glm_next, .eps = 1e-5, .put = put_glm5_next}},
     {.type = "nemotron_h", .kinds = kinds_nemotron, .config = config_nemotron, .fixed = fixed_nemotron,
      .src = {.arch = "nemotron_h_moe", .renaming = nemotron_names, .is_dense = is_dense_nemotron, .ungated = true,
              .experts_key = "n_routed_experts", .shared_key = "moe_shared_expert_intermediate_size", .n_shared = 1,
@@ -5364,11 +5425,11 @@ static void put_heads(const char *key, bool list, int all, const char *list_key,
 static void put_kv_heads(void) {
     const int blocks = n_blocks();
     int32_t n[MAX_LAYERS];
-    if (!src.is_kda) {
+    if (!src.is_linear) {
         put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
         return;
     }
-    for (int l = 0; l < blocks; l++) n[l] = src.is_kda(l) ? 0 : src.n_head_kv;
+    for (int l = 0; l < blocks; l++) n[l] = src.is_linear(l) ? 0 : src.n_head_kv;
     kv_array("attention.head_count_kv", GGUF_V_I32, blocks, n);
 }
 
@@ -6460,12 +6521,12 @@ static const struct manual manual = {
              "qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4, deepseek_v41,\n"
              "deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
              "glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe, bailing_moe_v2,\n"
-             "sarvam_moe, granitemoe, granitemoeshared, exaone_moe, afmoe, gpt_oss,\n"
-             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
-             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
-             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2,\n"
-             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
-             "inkling2_loop_text, nemotron_h.\n"
+             "sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid, exaone_moe, afmoe,\n"
+             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
+             "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
+             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash,\n"
+             "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
+             "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -411,6 +411,10 @@ static void test_fixtures_qwen3_vl(void) {
 static void test_fixtures_factors(void) {
     check_fixture("granitemoe", NULL);
     check_fixture("granitemoeshared_nvfp4", NULL);
+    check_fixture("granitemoehybrid", NULL);
+    check_fixture("granitemoehybrid_nvfp4", NULL);
+    check_fixture("granitemoehybrid_dense", NULL);
+    check_fixture("granitemoehybrid_rope", NULL);
 }
 
 static void test_fixtures_hunyuan(void) {

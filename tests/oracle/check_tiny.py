@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text"):
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -492,7 +492,7 @@ def rules(config, layer):
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=swiglu, shared_activation=swiglu, after=None, scaling=head ** -0.5, residual=1, mixer="self_attn.",
-             joined=False, out="o_proj", groups=(1, 1), gates="g_proj", before=None)
+             joined=False, out="o_proj", groups=(1, 1), gates="g_proj", before=None, mamba=False)
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
@@ -522,11 +522,15 @@ def rules(config, layer):
                   score="sigmoid", router="router.gate", bias="expert_bias", scale=config["route_scale"], gate=sigmoid,
                   gates="gate_proj", before="pre_mlp_layernorm", after=("post_attention_layernorm", "post_mlp_layernorm"),
                   shared="mlp.shared_experts.", sparse=layer >= config["num_dense_layers"])
-    if kind in ("granitemoe", "granitemoeshared"):
+    if kind.startswith("granitemoe"):
         r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
                   score="chosen", names="linear", scaling=config["attention_multiplier"],
                   residual=config["residual_multiplier"],
                   shared="shared_mlp." if config.get("shared_intermediate_size") else None)
+    if kind == "granitemoehybrid":
+        r |= dict(turned=head if config["position_embedding_type"] == "rope" else 0,
+                  mamba=config["layer_types"][layer] in ("mamba", "linear_attention"),
+                  sparse=config["num_local_experts"] > 0, at="block_sparse_moe." if config["num_local_experts"] else "shared_")
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
                   activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
@@ -682,7 +686,7 @@ def expert_parts(W, r, p, e):
 def feed_forward(W, r, x, p):
     """p: of the layer."""
     if not r["sparse"]:
-        return ffn(W, x, p + "mlp.", r["shared_activation"])
+        return ffn(W, x, p + ("shared_mlp." if r["at"] == "shared_" else "mlp."), r["shared_activation"])
     layer, p = p, p + r["at"]
     best, weight = choose(W, r, x, p)
     y = np.zeros_like(x)
@@ -1094,6 +1098,14 @@ def mamba(W, config, x, p):
     return out.reshape(n, -1) @ W.get(p + "out_proj.weight").T
 
 
+def granite_mamba(config):
+    """Granite 4's words in those of Nemotron-3."""
+    heads = config["mamba_n_heads"]
+    return {"mamba_num_heads": heads, "n_groups": config["mamba_n_groups"], "ssm_state_size": config["mamba_d_state"],
+            "mamba_head_dim": config["mamba_expand"] * config["hidden_size"] // heads,
+            "layer_norm_epsilon": config["rms_norm_eps"]}
+
+
 def relu2(W, x, p):
     return np.maximum(x @ W.get(p + "up_proj.weight").T, 0) ** 2 @ W.get(p + "down_proj.weight").T
 
@@ -1430,7 +1442,9 @@ def block(W, config, x, p, layer):
     """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, all of a kind."""
     if r := rules(config, layer):
         after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y * r["residual"]
-        x = x + after(attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + r["mixer"]), 0)
+        h = norm(W, config, x, p + "input_layernorm.weight")
+        x = x + after(mamba(W, granite_mamba(config), h, p + "mamba.") if r["mamba"] else
+                      attention(W, config, r, h, p + r["mixer"]), 0)
         before = r["before"] or next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
         return x + after(feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p), 1)
     own = "attention." if config["model_type"] == "bailing_hybrid" else "self_attn."

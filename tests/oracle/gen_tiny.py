@@ -242,6 +242,32 @@ def granite(shared, **changes):
             "residual_multiplier": 0.7, "logits_scaling": 1.5, "rope_theta": 1500000.0, **COMMON, **own, **changes}
 
 
+def granite4(kinds, **changes):
+    """config.json in the words of the Granite 4 releases; kinds: M for a layer of Mamba-2, * for one of attention."""
+    return {"architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "attention_multiplier": 0.09375, "bos_token_id": EOT, "embedding_multiplier": 2.0, "eos_token_id": IM_END,
+            "hidden_act": "silu", "hidden_size": 64, "init_method": "mup", "initializer_range": 0.1,
+            "intermediate_size": 64, "layer_types": [{"M": "mamba", "*": "attention"}[k] for k in kinds],
+            "logits_scaling": 1.5, "mamba_chunk_size": 64, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 16,
+            "mamba_d_state": 32, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": False,
+            "max_position_embeddings": 4096, "model_type": "granitemoehybrid", "normalization_function": "rmsnorm",
+            "num_attention_heads": 2, "num_experts_per_tok": 2, "num_hidden_layers": len(kinds),
+            "num_key_value_heads": 1, "num_local_experts": 6, "output_router_logits": False, "pad_token_id": EOT,
+            "position_embedding_type": "nope", "residual_multiplier": 0.75, "rms_norm_eps": 1e-5, "rope_scaling": None,
+            "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 128,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def granite4_saved(kinds, **changes):
+    """The same as transformers writes it."""
+    config = granite4(kinds, **changes)
+    dropped = ("init_method", "normalization_function", "rope_scaling", "rope_theta", "torch_dtype")
+    return {**{k: v for k, v in config.items() if k not in dropped}, "dtype": "bfloat16",
+            "layer_types": [{"M": "linear_attention", "*": "full_attention"}[k] for k in kinds],
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+
+
 def ling2(kind, **changes):
     """config.json in the words of Ling 2 and Ring 2 (bailing_moe_v2), or of Sarvam (sarvam_moe)."""
     own = {"architectures": ["BailingMoeV2ForCausalLM"], "partial_rotary_factor": 0.5} if kind == "bailing_moe_v2" else {
@@ -832,6 +858,7 @@ HUB_NAMES = {
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
     "exaone_moe": [(r"\.gate\.e_score_correction_bias", ".e_score_correction_bias")],
     "bailing_moe_v2": LING, "sarvam_moe": LING, "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
+    "granitemoehybrid": GRANITE,
     "minimax_m3_vl": [
         (r"^lm_head", "language_model.lm_head"), (r"^model\.language_model\.", "language_model.model."),
         (r"\.self_attn\.indexer\.", ".self_attn.index_"), (r"\.mlp\.gate\.e_score", ".block_sparse_moe.e_score"),
@@ -1134,6 +1161,18 @@ SPECS = {
                               num_shared_experts=2),
                         rope_type="default", rope_theta=10000.0),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")], quiet="embed_tokens"),
+    "granitemoehybrid": dict(config=granite4("M*M"), fused=GRANITE_STACKS, positions=160),
+    "granitemoehybrid_nvfp4": dict(
+        config=granite4_saved("*MM", hidden_size=128, num_attention_heads=3, head_dim=64, num_key_value_heads=3,
+                              mamba_n_heads=4, mamba_d_head=64, mamba_d_state=64, num_local_experts=4,
+                              intermediate_size=128, shared_intermediate_size=64, tie_word_embeddings=False),
+        declare="compressed_tensors", fused=GRANITE_STACKS, positions=72,
+        store=[(r"(self_attn|shared_mlp|mamba)\..*(_proj|_linear)\.weight$", "ct_nvfp4")]),
+    "granitemoehybrid_dense": dict(
+        config=granite4("M*", num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=4, mamba_d_head=32), positions=72),
+    "granitemoehybrid_rope": dict(
+        config=granite4("**", num_local_experts=0, num_experts_per_tok=0, hidden_size=128, position_embedding_type="rope",
+                        rope_theta=1000000, num_key_value_heads=2, mamba_d_head=32)),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -2233,6 +2272,8 @@ def assert_rope(model, config):
         inv = inv * kept + inv / rope["factor"] * (1 - kept)
         assert 0 < kept.sum() < dim // 2, "llama3 neither keeps nor stretches everything"
     rotary = decoder(model).rotary_emb
+    if rotary is None:
+        return
     attention = next(layer.self_attn for layer in decoder(model).layers
                      if hasattr(layer, "self_attn") and hasattr(layer.self_attn, "scaling"))
     assert torch.allclose(rotary.inv_freq.double(), inv, rtol=1e-6), (rotary.inv_freq, inv)
@@ -2277,7 +2318,7 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
              if name in config)
     k = k[0] if isinstance(k, list) else k
     gap = torch.full((len(logits),), math.inf)
-    if config["model_type"] in ("gpt_oss", "gemma4_text", "granitemoe", "granitemoeshared"):  # some give the softmax
+    if config["model_type"].startswith("granitemoe") or config["model_type"] in ("gpt_oss", "gemma4_text"):  # some give the softmax
         score = logits
     elif bias is None:
         score = logits.softmax(-1)
