@@ -4892,13 +4892,19 @@ static void layer_afmoe(struct loader *l, struct layer *layer, int il) {
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
-/* Reads the metadata of Laguna. */
-static void read_laguna(struct loader *l) {
+/* Reads the metadata of layers with a window, each fourth being without one, whose rotation is not that of the others. */
+static void read_two_ropes(struct loader *l, bool full_first) {
     read_heads(l);
-    read_windows(l, 0, 4, true);
+    read_windows(l, 0, 4, full_first);
     const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
     read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
+
+/* Reads the metadata of Laguna. */
+static void read_laguna(struct loader *l) { read_two_ropes(l, true); }
+
+/* Reads the metadata of Mellum 2. */
+static void read_mellum(struct loader *l) { read_two_ropes(l, false); }
 
 /* A layer of Laguna. */
 static void layer_laguna(struct loader *l, struct layer *layer, int il) {
@@ -6167,6 +6173,8 @@ static const struct family families[] = {
      .read = read_afmoe,    .layer = layer_afmoe},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
+    {.arch = "mellum",    .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_mellum,   .layer = layer_gqa},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_mimo2,    .layer = layer_mimo2},
     {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
@@ -7480,6 +7488,11 @@ static const struct synth synths[] = {
      "expert_feed_forward_length=512 expert_shared_count=1 vocab_size=100352 "
      "attention.sliding_window_pattern=0:1:1:1* attention.head_count=48:64:64:64* expert_weights_norm=true "
      "expert_weights_scale=2.5", .head_gate = true},
+    {"mellum2-12b-a2.5b", "mellum", .keys =
+     "context_length=131072 embedding_length=2304 block_count=28 attention.head_count=32 attention.head_count_kv=4 "
+     "attention.sliding_window=1024 attention.sliding_window_pattern=1:1:1:0* attention.key_length=128 "
+     "attention.value_length=128 expert_count=64 expert_used_count=8 expert_feed_forward_length=896 vocab_size=98304 "
+     "rope.freq_base=500000 rope.freq_base_swa=10000"},
     {"mimo-v2-flash", "mimo2", .keys =
      "context_length=262144 embedding_length=4096 block_count=49 nextn_predict_layers=1 feed_forward_length=16384 "
      "attention.head_count=64 attention.sliding_window=128 attention.key_length=192 attention.value_length=128 "
@@ -24315,9 +24328,10 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
                                     "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
                                     "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
-                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
-                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
+                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
+                                    "glm-5.3-flash, inkling-2-mini, nemotron-3-nano-30b-a3b or\n"
+                                    "nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"

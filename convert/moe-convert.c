@@ -3225,6 +3225,14 @@ static bool is_dense_laguna(int layer) {
     return !strcmp(type, "dense");
 }
 
+/* Mellum 2: mlp_layer_types lists the dense layers; without it there are none. */
+static bool is_dense_mellum(int layer) { return get(src.cfg, "mlp_layer_types") && is_dense_laguna(layer); }
+
+/* Reads the keys of Mellum 2. */
+static void config_mellum(void) {
+    if (get(src.cfg, "num_mtp_layers")) src.n_mtp = (int)get_int(src.cfg, "num_mtp_layers", 0, 1, REQUIRED);
+}
+
 /* Whether Laguna's layer has a gate for every value instead of every head. */
 static bool gates_values(int layer) {
     struct doc c = src.cfg;
@@ -3936,6 +3944,11 @@ static const struct release {
              .shared_key = "shared_expert_intermediate_size", .shared_width = true, .router_bias = bias_name,
              .norm_key = "", .norm_topk_prob = true, .scaling_factor = "moe_routed_scaling_factor",
              .scaling_optional = true}},
+    {.type = "mellum", .config = config_mellum, .fixed = "use_sliding_window true",
+     .src = {.arch = "mellum", .is_dense = is_dense_mellum, .is_windowed = is_windowed_typed, .window_rope = true,
+             .partial = true, .experts_key = "num_experts", .experts_other = "num_local_experts",
+             .mtp_key = "num_nextn_predict_layers", .mtp_beside = true,
+             .mtp_why = "GGUF files of mellum have none", .norm_topk_prob = true}},
     {.type = "mimo_v2_flash", .config = config_mimo, .fixed = fixed_mimo,
      .src = {MIMO}},
     {.type = "mimo_v2", .config = config_mimo, .fixed = fixed_mimo,
@@ -6524,7 +6537,7 @@ static const struct manual manual = {
              "sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid, exaone_moe, afmoe,\n"
              "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
              "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
-             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash,\n"
+             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash,\n"
              "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
              "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"

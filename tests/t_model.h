@@ -408,6 +408,11 @@ static void test_fixtures_qwen3_vl(void) {
     check_fixture("qwen3_vl_moe_nvfp4", NULL);
 }
 
+static void test_fixtures_mellum(void) {
+    check_fixture("mellum", NULL);
+    check_fixture("mellum_nvfp4", NULL);
+}
+
 static void test_fixtures_factors(void) {
     check_fixture("granitemoe", NULL);
     check_fixture("granitemoeshared_nvfp4", NULL);
@@ -1956,6 +1961,7 @@ static void test_cpu_profile(void) {
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                        \
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-windows", test_fixtures_windows}, {"model/fixtures-factors", test_fixtures_factors},          \
+        {"model/fixtures-mellum", test_fixtures_mellum},\
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl},                                                           \
         {"model/fixtures-hunyuan", test_fixtures_hunyuan}, {"model/fixtures-ling", test_fixtures_ling},                \
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \

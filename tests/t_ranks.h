@@ -26,7 +26,8 @@ static const char *const rank_fixtures[] = {
     "granitemoe",    "granitemoeshared_nvfp4", "bailing_moe_v2", "sarvam_moe_nvfp4",
     "exaone_moe",    "exaone_moe_nvfp4",    "afmoe",             "afmoe_nvfp4",
     "qwen3_vl_moe",  "qwen3_vl_moe_nvfp4",  "granitemoehybrid",  "granitemoehybrid_nvfp4",
-    "granitemoehybrid_dense", "granitemoehybrid_rope"};
+    "granitemoehybrid_dense", "granitemoehybrid_rope",
+    "mellum", "mellum_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

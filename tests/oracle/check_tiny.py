@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text"):
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -576,6 +576,9 @@ def rules(config, layer):
         r |= dict(turned=int(head * rope["partial_rotary_factor"]), rope=rope, norm="head",
                   gate=lambda t: np.logaddexp(0, t), bias="experts.e_score_correction_bias", score="sigmoid",
                   scale=config["moe_routed_scaling_factor"], shared="mlp.shared_expert.",
+                  sparse=config["mlp_layer_types"][layer] == "sparse")
+    if kind == "mellum":
+        r |= dict(rope=config["rope_parameters"][config["layer_types"][layer]], norm="head",
                   sparse=config["mlp_layer_types"][layer] == "sparse")
     if kind == "mimo_v2_flash":  # its MTP layers are windowed and dense
         windowed = (config["hybrid_layer_pattern"] + [1] * 3)[layer]

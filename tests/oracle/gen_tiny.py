@@ -450,6 +450,23 @@ def minimax_m3_saved(kinds, index, **changes):
     return {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": "bfloat16"}
 
 
+def mellum(kinds, rope, **changes):
+    """config.json in the words of Mellum 2; kinds: S for a layer with a window, F for one without; rope: YaRN of the
+    latter."""
+    names = {"S": "sliding_attention", "F": "full_attention"}
+    ropes = {"full_attention": {"rope_theta": 500000.0, **rope},
+             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
+    return {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "dtype": "bfloat16", "eos_token_id": IM_END, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192,
+            "layer_types": [names[k] for k in kinds], "max_position_embeddings": 4096,
+            "mlp_layer_types": ["sparse"] * len(kinds), "model_type": "mellum", "moe_intermediate_size": 64,
+            "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
+            "num_hidden_layers": len(kinds), "num_key_value_heads": 2, "output_router_logits": False, "pad_token_id": EOT,
+            "rms_norm_eps": 1e-6, "rope_parameters": ropes, "router_aux_loss_coef": 0.001, "sliding_window": 8,
+            "tie_word_embeddings": False, "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
 def mixtral(**changes):
     """config.json in the words of the Mixtral releases."""
     return {"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
@@ -1329,6 +1346,13 @@ SPECS = {
     "nemotron_h_dense": dict(
         config=nemotron("M-*M-", n_groups=1, mamba_num_heads=6, mamba_head_dim=32, ssm_state_size=24,
                         intermediate_size=128, layer_norm_epsilon=1e-6), positions=72),
+    "mellum": dict(config=mellum("SSSF", num_experts=5, rope={"rope_type": "yarn", **{
+        k: v for k, v in yarn(16.0, 16).items() if k != "type"}})),
+    "mellum_nvfp4": dict(
+        config=mellum("FS", {"rope_type": "default"}, hidden_size=128, num_attention_heads=3, num_key_value_heads=1,
+                      head_dim=128, num_experts=6, sliding_window=20, moe_intermediate_size=128,
+                      mlp_layer_types=["dense", "sparse"]),
+        declare="modelopt", store=[(EXPERTS, "nvfp4")]),
     "mimo_v2_flash": dict(config=mimo("FS", 4, window=4)),
     "mimo_v2_flash_fp8": dict(
         config=mimo("FSF", 2, window=8, n_routed_experts=6, num_experts_per_tok=3), declare="fp8_block_mimo", chain=3,
@@ -2238,7 +2262,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
-            "laguna", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
+            "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
