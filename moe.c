@@ -6121,6 +6121,8 @@ static const struct family families[] = {
      .read = read_qwen4exp, .layer = layer_qwen4exp},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_mla,      .layer = layer_mla},
+    {.arch = "deepseek",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
+     .read = read_llama,    .layer = layer_attn},
     {.arch = "mistral4", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_mla,      .layer = layer_mla},
     {.arch = "deepseek32", .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -7209,6 +7211,19 @@ static const struct synth synths[] = {
      "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_group_count=8 "
      "expert_group_used_count=4 expert_gating_func=2 vocab_size=129280 expert_weights_norm=true "
      "expert_weights_scale=2.5"},
+    {"deepseek-v2", "deepseek2", .keys =
+     "context_length=163840 embedding_length=5120 block_count=60 feed_forward_length=12288 attention.head_count=128 "
+     "attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 attention.q_lora_rank=1536 "
+     "attention.kv_lora_rank=512 attention.key_length_mla=192 attention.value_length_mla=128 rope.dimension_count=64 "
+     "leading_dense_block_count=1 expert_count=160 expert_used_count=6 expert_feed_forward_length=1536 "
+     "expert_shared_count=2 expert_group_count=8 expert_group_used_count=3 expert_gating_func=1 vocab_size=102400 "
+     "expert_weights_norm=false expert_weights_scale=16 rope.freq_base=10000 rope.scaling.type=yarn "
+     "rope.scaling.factor=40 rope.scaling.original_context_length=4096 rope.scaling.yarn_log_multiplier=0.0707"},
+    {"deepseek-moe-16b", "deepseek", .keys =
+     "context_length=4096 embedding_length=2048 block_count=28 feed_forward_length=10944 attention.head_count=16 "
+     "attention.head_count_kv=16 attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 "
+     "expert_count=64 expert_used_count=6 expert_feed_forward_length=1408 expert_shared_count=2 vocab_size=102400 "
+     "rope.freq_base=10000"},
     {"mistral-small-4", "mistral4", .keys =
      "context_length=1048576 embedding_length=4096 block_count=36 attention.head_count=32 attention.head_count_kv=1 "
      "attention.key_length=320 attention.value_length=256 attention.q_lora_rank=1024 attention.kv_lora_rank=256 "
@@ -14380,8 +14395,9 @@ static int home_of_store(struct home *h, const struct store *s, char *err) {
  * ============================================================================================================ */
 
 /* Chooses the experts of a token: their ids and weights. logits (n) are overwritten. In DeepSeek-V3 (arXiv 2412.19437,
- * section 2.1.2) the bias and the groups decide which experts are chosen, but not their weights. Ties go to the lower
- * id, as torch.topk's do in practice. given (n_expert_used): the ids, NULL: these are chosen. */
+ * section 2.1.2) the bias and the groups decide which experts are chosen, but not their weights. Groups of a softmax are
+ * those of DeepSeek-V2 (arXiv 2405.04434, section 2.2.2): their best expert counts. Ties go to the lower id, as
+ * torch.topk's do in practice. given (n_expert_used): the ids, NULL: these are chosen. */
 static void route_token(const struct model *m, const struct layer *layer, const int32_t *given, float *logits,
                         int32_t *ids, float *weights) {
     int n = layer->n_expert, k = layer->n_expert_used, per = n / m->n_group;
@@ -14400,14 +14416,14 @@ static void route_token(const struct model *m, const struct layer *layer, const 
         pick[e] = logits[e] + (layer->router_bias ? layer->router_bias[e] : 0.0f);
         if (isnan(pick[e])) pick[e] = -INFINITY; /* keeps the ids distinct, which scratch sizes rely on */
     }
-    if (m->n_group > 1) { /* a group's score is the sum of its two best; the others are out */
+    if (m->n_group > 1) { /* a group's score is the sum of its two best, or its best; the others are out */
         for (int g = 0; g < m->n_group; g++) {
             float a = -INFINITY, b = -INFINITY;
             for (int e = g * per; e < (g + 1) * per; e++) {
                 if (pick[e] > a) b = a, a = pick[e];
                 else if (pick[e] > b) b = pick[e];
             }
-            group[g] = per > 1 ? a + b : a;
+            group[g] = per > 1 && m->gating != GATING_SOFTMAX ? a + b : a;
         }
         for (int g = 0; g < m->n_group; g++) {
             int better = 0;
@@ -24320,18 +24336,18 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "microseconds that --plan expects of a kernel for one token when nothing was\n"
                                     "requested ahead.\n";
 
-static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
-                                    "deepseek-v3.2, deepseek-v4-flash, deepseek-v4.1-flash, deepseek-v4, kimi-k2,\n"
-                                    "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1,\n"
-                                    "hunyuan-a13b, ling-flash-2, granite-4.0-h-small, granite-3.1-1b-a400m,\n"
-                                    "k-exaone-236b-a23b, trinity-mini, qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
-                                    "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
-                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
-                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
-                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
-                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
-                                    "glm-5.3-flash, inkling-2-mini, nemotron-3-nano-30b-a3b or\n"
-                                    "nemotron-3-super-120b-a12b.\n"
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v2,\n"
+                                    "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
+                                    "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-flash-2,\n"
+                                    "granite-4.0-h-small, granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini,\n"
+                                    "qwen3-vl-30b-a3b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
+                                    "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
+                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b, minimax-m2.5,\n"
+                                    "minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
+                                    "step-3.7-flash, laguna-xs, mellum2-12b-a2.5b, mimo-v2-flash,\n"
+                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
+                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"

@@ -2982,8 +2982,7 @@ DEVICE uint32_t float_key(float v) {
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
 /* Chooses the experts of token t, with one warp: lane i < p.k returns the i-th best one and its weight. scratch (warps,
- * 2 n_expert) words of shared memory: scores, then the keys to pick from. The rule is that of route_token in moe.c:
- * DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties go to the lower id, NaN comes last. */
+ * 2 n_expert) words of shared memory: scores, then the keys to pick from. The rule is that of route_token in moe.c, ties go to the lower id, NaN comes last. */
 DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *weight) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
@@ -3012,7 +3011,8 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
     }
     __syncwarp(); /* the scores and keys of all lanes are written */
-    /* Lane g rates group g by the sum of its two best scores. All but the best n_group_used groups are out. */
+    /* Lane g rates group g by the sum of its two best scores, or by its best. All but the best n_group_used groups are
+     * out. */
     if (p.n_group > 1) {
         const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
         float a = -INFINITY, b = -INFINITY;
@@ -3021,7 +3021,7 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
             b = fmaxf(b, fminf(a, v));
             a = fmaxf(a, v);
         }
-        const float mine = per > 1 ? a + b : a;
+        const float mine = per > 1 && p.gating != GATING_SOFTMAX ? a + b : a;
         int better = 0;
         UNROLL_BY(1) for (int g = 0; g < p.n_group; g++) {
             float o = __shfl_sync(0xFFFFFFFFu, mine, g);

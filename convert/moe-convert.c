@@ -2513,6 +2513,15 @@ static void config_deepseek3(void) {
     expect(src.cfg, "index_topk", !get(src.cfg, "index_topk"), "none (no sparse attention)");
 }
 
+/* Reads the keys of DeepSeek-V2, whose router is a softmax. Groups count where the choice is limited to some. */
+static void config_deepseek2(void) {
+    struct doc c = src.cfg;
+    const char *method = get_str(c, "topk_method", "greedy");
+    config_leading_dense();
+    expect(c, "topk_method", one_of(method, "greedy group_limited_greedy"), "\"greedy\" or \"group_limited_greedy\"");
+    src.n_group = strcmp(method, "greedy") ? (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED) : 0;
+}
+
 /* Reads the keys of Mistral 4, whose router is a softmax. */
 static void config_mistral4(void) {
     config_leading_dense();
@@ -3803,6 +3812,16 @@ static const struct release {
              .is_dense = is_dense_never, .indexed = true, .sections = qwen35_sections}},
     {.type = "qwen3_next", .fixed = fixed_delta,
      .src = {.arch = "qwen3next", QWEN_DELTA_EXPERTS, .is_dense = is_dense_qwen3}},
+    {.type = "deepseek_v2", .config = config_deepseek2,
+     .fixed = "moe_layer_freq 1 norm_topk_prob false scoring_func softmax",
+     .src = {.arch = "deepseek2", LATENT, .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts",
+             .experts_other = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts",
+             .n_shared = 2, .scaling_factor = "routed_scaling_factor", .rope_theta = 10000}},
+    {.type = "deepseek", .config = config_leading_dense,
+     .fixed = "moe_layer_freq 1 norm_topk_prob false scoring_func softmax routed_scaling_factor 1",
+     .src = {.arch = "deepseek", .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .n_shared = 2,
+             .kv_optional = true, .pairs = true, .rope_theta = 10000}},
     {.type = "deepseek_v3", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
      .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
     {.type = "kimi_k2", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
@@ -6531,15 +6550,15 @@ static const struct manual manual = {
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_vl_moe, qwen3_vl_moe_text, qwen3_5_moe,\n"
              "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
-             "qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4, deepseek_v41,\n"
-             "deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
-             "glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe, bailing_moe_v2,\n"
-             "sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid, exaone_moe, afmoe,\n"
-             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
-             "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
-             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash,\n"
-             "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
-             "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "qwen4_exp_text, deepseek_v2, deepseek, deepseek_v3, deepseek_v32, deepseek_v4,\n"
+             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
+             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid,\n"
+             "exaone_moe, afmoe, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
+             "minimax_m3, mixtral, llama, mistral, mistral3, ministral3, mistral4, gemma4,\n"
+             "gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mellum, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid, glm5_next,\n"
+             "inkling2, inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

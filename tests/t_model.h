@@ -413,6 +413,13 @@ static void test_fixtures_mellum(void) {
     check_fixture("mellum_nvfp4", NULL);
 }
 
+static void test_fixtures_deepseek_v2(void) {
+    check_fixture("deepseek_v2", NULL);
+    check_fixture("deepseek_v2_nvfp4", NULL);
+    check_fixture("deepseek_moe", NULL);
+    check_fixture("deepseek_moe_nvfp4", NULL);
+}
+
 static void test_fixtures_factors(void) {
     check_fixture("granitemoe", NULL);
     check_fixture("granitemoeshared_nvfp4", NULL);
@@ -1531,6 +1538,11 @@ static void test_router(void) {
     float soft[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     m = (struct model){.n_group = 1, .n_group_used = 1, .gating = GATING_SOFTMAX, .routed_scaling_factor = 1};
     y.router_bias = NULL;
+    float best[8] = {3, -9, 2, 2, 2.5f, -9, 1, 1}; /* best experts: groups 0 and 2; the two best: 0 and 1, or 1 and 2 */
+    m.n_group = 4, m.n_group_used = 2;
+    route_token(&m, &y, NULL, best, ids, w);
+    CHECK(ids[0] == 0 && ids[1] == 4, "groups of a softmax chose %d and %d", ids[0], ids[1]);
+    m.n_group = m.n_group_used = 1;
     route_token(&m, &y, NULL, soft, ids, w);
     CHECK(ids[0] == 7 && ids[1] == 6 && fabsf(w[0] / w[1] - expf(1)) < 1e-5f && w[0] + w[1] < 0.9f,
           "softmax chose %d %d with %g %g", ids[0], ids[1], w[0], w[1]);
@@ -1962,6 +1974,7 @@ static void test_cpu_profile(void) {
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-windows", test_fixtures_windows}, {"model/fixtures-factors", test_fixtures_factors},          \
         {"model/fixtures-mellum", test_fixtures_mellum},\
+        {"model/fixtures-deepseek-v2", test_fixtures_deepseek_v2},\
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl},                                                           \
         {"model/fixtures-hunyuan", test_fixtures_hunyuan}, {"model/fixtures-ling", test_fixtures_ling},                \
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \

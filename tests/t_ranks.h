@@ -27,7 +27,8 @@ static const char *const rank_fixtures[] = {
     "exaone_moe",    "exaone_moe_nvfp4",    "afmoe",             "afmoe_nvfp4",
     "qwen3_vl_moe",  "qwen3_vl_moe_nvfp4",  "granitemoehybrid",  "granitemoehybrid_nvfp4",
     "granitemoehybrid_dense", "granitemoehybrid_rope",
-    "mellum", "mellum_nvfp4"};
+    "mellum", "mellum_nvfp4",
+    "deepseek_v2", "deepseek_v2_nvfp4", "deepseek_moe", "deepseek_moe_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

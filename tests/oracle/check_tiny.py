@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum"):
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum", "deepseek"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -512,6 +512,8 @@ def rules(config, layer):
                   norms=("query_layernorm", "key_layernorm"), out="dense", score="sigmoid", bias="gate.expert_bias",
                   scale=config["routed_scaling_factor"], groups=(config["n_group"], config["topk_group"]),
                   shared="mlp.shared_experts.", sparse=layer is None or layer >= config["first_k_dense_replace"])
+    if kind == "deepseek":
+        r |= dict(shared="mlp.shared_experts.", sparse=layer >= config["first_k_dense_replace"])
     if kind == "exaone_moe":
         r |= dict(turned=head if windowed else 0, rope=config["rope_parameters"], norm="head", score="sigmoid",
                   bias="e_score_correction_bias", scale=config["routed_scaling_factor"],
@@ -754,6 +756,11 @@ def moe(W, config, x, p):
         choice = groups.reshape(choice.shape)
     else:
         choice = score = softmax(logits)
+    if config.get("topk_method") == "group_limited_greedy":  # the best expert rates a group
+        groups = score.copy().reshape(len(x), config["n_group"], -1)
+        worst = np.argsort(-groups.max(-1), -1)[:, config["topk_group"]:]
+        np.put_along_axis(groups, worst[..., None], -np.inf, 1)
+        choice = groups.reshape(score.shape)
     best = np.argsort(-choice, -1)[:, :k]
     weight = np.take_along_axis(score, best, -1)
     if config.get("norm_topk_prob", True):

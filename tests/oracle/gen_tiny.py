@@ -283,6 +283,27 @@ def ling2(kind, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def deepseek_v2(lora, **changes):
+    """config.json in the words of DeepSeek-V2, or of V2-Lite.  lora: the rank of queries, None in Lite."""
+    scaling = {**yarn(40, 256), "mscale": 0.707, "mscale_all_dim": 0.707}
+    config = deepseek(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", aux_loss_alpha=0.001,
+                      norm_topk_prob=False, q_lora_rank=lora, rope_scaling=scaling, scoring_func="softmax",
+                      moe_intermediate_size=64, seq_aux=True, num_hidden_layers=3, n_group=1 if lora is None else 4,
+                      topk_group=1 if lora is None else 2, routed_scaling_factor=1.0 if lora is None else 4.0,
+                      topk_method="greedy" if lora is None else "group_limited_greedy", max_position_embeddings=10240)
+    return {**{k: v for k, v in config.items() if k != "num_nextn_predict_layers"}, **changes}
+
+
+def deepseek_moe(**changes):
+    """config.json in the words of DeepSeek-MoE."""
+    return {"architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "attention_dropout": 0.0,
+            "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_size": 128, "initializer_range": 0.02,
+            "intermediate_size": 192, "moe_intermediate_size": 64, "moe_layer_freq": 1, "n_routed_experts": 6,
+            "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 2, "num_experts_per_tok": 2,
+            "num_hidden_layers": 3, "num_key_value_heads": 2, "pretraining_tp": 1, "rope_theta": 10000,
+            "scoring_func": "softmax", "seq_aux": True, "use_cache": True, "vocab_size": VOCAB, **COMMON, **changes}
+
+
 def exaone(kinds, **changes):
     """config.json in the words of K-EXAONE.  kinds: L for a layer with a window, G for one without."""
     return {"architectures": ["ExaoneMoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
@@ -1190,6 +1211,16 @@ SPECS = {
     "granitemoehybrid_rope": dict(
         config=granite4("**", num_local_experts=0, num_experts_per_tok=0, hidden_size=128, position_embedding_type="rope",
                         rope_theta=1000000, num_key_value_heads=2, mamba_d_head=32)),
+    "deepseek_v2": dict(config=deepseek_v2(64), quiet=r"mlp\.gate\.weight$"),
+    "deepseek_v2_nvfp4": dict(
+        config=deepseek_v2(None, hidden_size=128, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=6,
+                           num_experts_per_tok=2, n_shared_experts=2, qk_nope_head_dim=16, v_head_dim=64),
+        declare="modelopt", store=[(EXPERTS, "nvfp4")]),
+    "deepseek_moe": dict(config=deepseek_moe()),
+    "deepseek_moe_nvfp4": dict(
+        config=deepseek_moe(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                            n_shared_experts=1, n_routed_experts=4, moe_intermediate_size=128),
+        declare="modelopt", store=[(EXPERTS, "nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1714,8 +1745,34 @@ def reference_config(config):
     return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type", "time_step_limit")}
 
 
+def make_composed(config):
+    """A model of the families that transformers has no class for: Llama's layers with DeepSeek-V2's experts, as the
+    releases' own code has them.  Ling 1 divides weights of experts by their sum."""
+    v2 = transformers.models.deepseek_v2.modeling_deepseek_v2
+
+    class Router(v2.DeepseekV2TopkRouter):
+        def forward(self, x):
+            logits, weight, chosen = super().forward(x)
+            return logits, weight / weight.sum(-1, keepdim=True) if self.norm_topk_prob else weight, chosen
+
+    known = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(known))
+    parts = {"n_routed_experts": config["n_routed_experts"], "topk_method": "greedy",
+             "n_shared_experts": config["n_shared_experts"], "rope_scaling": None}
+    own = transformers.DeepseekV2Config.from_dict({**known, **parts})
+    own._experts_implementation = "eager"
+    for layer in model.model.layers[config["first_k_dense_replace"]:]:
+        layer.mlp = v2.DeepseekV2Moe(own)
+        layer.mlp.gate = Router(own)
+        layer.mlp.gate.norm_topk_prob = config["norm_topk_prob"]
+    model.set_attn_implementation("eager")
+    return model.float().eval()
+
+
 def make_model(config):
     """The transformers model of a configuration in hub form."""
+    if config["model_type"] == "deepseek":
+        return make_composed(config)
     known = reference_config(config)
     cls = getattr(transformers, known["architectures"][0])
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
@@ -2285,7 +2342,8 @@ def assert_rope(model, config):
         ramp = ((i - low) / (high - low)).clamp(0, 1)
         inv = inv * (1 - ramp) + inv / rope["factor"] * ramp
         mscale = 0.1 * math.log(rope["factor"]) + 1
-        cos_factor, score_factor = (1.0 if "mscale" in rope else mscale), (mscale**2 if mla else 1.0)
+        sharper = 0.1 * rope.get("mscale_all_dim", 1) * math.log(rope["factor"]) + 1
+        cos_factor, score_factor = (1.0 if "mscale" in rope else mscale), (sharper**2 if mla else 1.0)
         assert 0 < ramp.sum() < dim // 2, "YaRN neither keeps nor stretches everything"
     if "alpha" in rope:
         inv = (theta * rope["alpha"] ** (dim / (dim - 2))) ** (-2 * i / dim)
@@ -2334,6 +2392,16 @@ def assert_layer_types(model, config):
                          for layer in decoder(model).layers]
 
 
+def limit_groups(config, score, count):
+    """Scores without those of groups that are left out, and the gap to these.  count: the best experts of a group whose
+    sum rates it."""
+    groups = score.reshape(len(score), config["n_group"], -1)
+    best, keep = groups.topk(count).values.sum(-1).sort(descending=True), config["topk_group"]
+    out = best.indices[:, keep:, None].expand(-1, -1, groups.shape[2])
+    return (groups.scatter(1, out, -math.inf).reshape(score.shape),
+            best.values[:, keep - 1] - best.values[:, keep])
+
+
 def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
@@ -2346,18 +2414,15 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
         score = logits
     elif bias is None:
         score = logits.softmax(-1)
+        if use_groups and config.get("topk_method") == "group_limited_greedy":
+            score, gap = limit_groups(config, score, 1)
     else:
         softplus = torch.nn.functional.softplus
         score = {"ernie4_5_moe": lambda t: t.softmax(-1), "deepseek_v4": lambda t: softplus(t).sqrt()}.get(
             config["model_type"], torch.sigmoid)(logits)
         score = score + (bias.reshape(-1) if use_bias else 0)
         if use_groups and config.get("n_group", 1) > 1:
-            groups = score.reshape(len(score), config["n_group"], -1)
-            best = groups.topk(2).values.sum(-1).sort(descending=True)
-            keep = config["topk_group"]
-            gap = best.values[:, keep - 1] - best.values[:, keep]
-            out = best.indices[:, keep:, None].expand(-1, -1, groups.shape[2])
-            score = groups.scatter(1, out, -math.inf).reshape(score.shape)
+            score, gap = limit_groups(config, score, 2)
     best = score.sort(descending=True)
     gap = gap.minimum(best.values[:, k - 1] - best.values[:, k])
     return best.indices[:, :k].sort().values, gap
@@ -2574,10 +2639,9 @@ def run(model, config, ids, whole=True):
             return
         mine, gap, logits, bias = checked_route(mlp, config, output)
         gaps.append(gap)
+        told["groups"] |= not torch.equal(mine, route(config, bias, logits, use_groups=False)[0])
         if bias is not None:
-            choices = route(config, bias, logits, use_bias=False)[0], route(config, bias, logits, use_groups=False)[0]
-            biased.append(not torch.equal(mine, choices[0]))
-            told["groups"] |= not torch.equal(mine, choices[1])
+            biased.append(not torch.equal(mine, route(config, bias, logits, use_bias=False)[0]))
 
     hooks = [router(mlp).register_forward_hook(lambda _, __, output, mlp=mlp: hook(mlp, output))
              for mlp in map(feed_forward, moe_layers(model))]
@@ -2834,8 +2898,8 @@ def make(name):
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
-    assert all(getattr(router(feed_forward(layer)), "norm_topk_prob", True) == text["norm_topk_prob"]
-               for layer in moe_layers(model) if "norm_topk_prob" in text)
+    assert all(getattr(router(feed_forward(layer)), "norm_topk_prob", text["model_type"] != "deepseek_v2")
+               == text["norm_topk_prob"] for layer in moe_layers(model) if "norm_topk_prob" in text)
     fill(model, config, checkpoint, kept, spec.get("flat", False))
     for extra, shape in spec.get("aside", {}).items():
         checkpoint.put(extra, shape)
