@@ -6142,6 +6142,8 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "hunyuan-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_hunyuan,  .layer = layer_gqa},
+    {.arch = "bailingmoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_llama,    .layer = layer_attn},
     {.arch = "bailingmoe2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
@@ -7344,6 +7346,11 @@ static const struct synth synths[] = {
      "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
      "expert_feed_forward_length=3072 expert_shared_count=1 vocab_size=128167 "
      "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=11158840"},
+    {"ling-lite", "bailingmoe", .keys =
+     "context_length=65536 embedding_length=2048 block_count=28 attention.head_count=16 attention.head_count_kv=4 "
+     "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=6 "
+     "expert_feed_forward_length=1408 expert_shared_count=2 vocab_size=126464 expert_weights_norm=true "
+     "rope.freq_base=600000"},
     {"ling-flash-2", "bailingmoe2", .keys =
      "context_length=32768 embedding_length=4096 block_count=32 feed_forward_length=9216 attention.head_count=32 "
      "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 rope.dimension_count=64 "
@@ -24339,7 +24346,7 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v2,\n"
                                     "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
-                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-flash-2,\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite, ling-flash-2,\n"
                                     "granite-4.0-h-small, granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini,\n"
                                     "qwen3-vl-30b-a3b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
                                     "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"

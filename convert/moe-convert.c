@@ -902,6 +902,7 @@ static struct checkpoint {
     bool wrapped;                    /* the language model is a part of it */
     bool tied;                       /* the output matrix is the embedding */
     bool zero_centered;              /* norms are stored less 1 */
+    bool normed_head;                /* columns of the output matrix have the length 1, whatever is stored */
     size_t n_vocab;                  /* tokens */
     int64_t context;                 /* tokens of the context; 0: as config.json says */
 
@@ -1569,8 +1570,8 @@ static void plan_qkvz(int layer) {
     plan_matrix(fmt("blk.%d.attn_gate", layer), p[1], SINGLE);
 }
 
-/* Appends qkv_proj as attn_qkv. Each of its parts has rows of queries, then of keys, then of values. FP8 blocks begin
- * anew in every part. */
+/* Appends qkv_proj as attn_qkv, or as three matrices where heads are reordered. Each of its parts has rows of queries,
+ * then of keys, then of values. FP8 blocks begin anew in every part. */
 static void plan_qkv(int layer) {
     const size_t n = src.qkv_chunks, rows[] = {dim_of(DIM_Q), dim_of(DIM_K), dim_of(DIM_V)},
                  all = rows[0] + rows[1] + rows[2];
@@ -1580,12 +1581,17 @@ static void plan_qkv(int layer) {
     if (l.rows != all || l.cols != dim_of(DIM_EMBD) || rows[0] % n || rows[1] % n || rows[2] % n)
         die("%s: expected [%zu, %zu] (%zu parts with queries, keys and values, hidden_size), found %s", where(l.w), all,
             dim_of(DIM_EMBD), n, shape_text(l.w));
-    for (size_t k = 0, before = 0; k < 3; before += rows[k++] / n)
+    for (size_t k = 0, before = 0; k < 3; before += rows[k++] / n) {
         for (size_t c = 0; c < n; c++) {
             struct piece one = {.lin = l, .row = c * (all / n) + before, .rows = rows[k] / n};
+            if (src.pairs && k < 2) one.head = dim_of(DIM_HEAD_K);
             arrput(p, one);
         }
-    plan_matrix(fmt("blk.%d.attn_qkv", layer), p, SINGLE);
+        if (!src.pairs) continue;
+        plan_matrix(fmt("blk.%d.attn_%c", layer, "qkv"[k]), p, SINGLE);
+        p = NULL;
+    }
+    if (p) plan_matrix(fmt("blk.%d.attn_qkv", layer), p, SINGLE);
 }
 
 /* ============================================================================================================
@@ -2243,12 +2249,39 @@ static void survey(void) {
     for (int l = 0; l < src.n_layer; l++) find_counts(l);
 }
 
+/* Appends the last norm of Ling 1, whose output matrix W has columns of length 1: its weights are divided by the lengths,
+ *
+ *   logits = (W / (|W_j| + 1e-7)) n = W (n / (|W_j| + 1e-7))            W_j: column j
+ *
+ * so that W stays as it is. */
+static void plan_normed_head(void) {
+    const struct tensor *norm = resolve_vector(hf_name(-1, "model.norm.weight"));
+    const struct linear l = resolve_linear(hf_name(-1, "lm_head"));
+    const size_t n = l.cols;
+    check_shape(norm, 1, n, DIM_ONE, DIM_EMBD);
+    check_shape(l.w, l.rows, n, DIM_VOCAB, DIM_EMBD);
+    if (l.format != PLAIN) die("%s: expected BF16, F16 or F32, because of norm_head", where(l.w));
+    double *sum = xrealloc(NULL, n * sizeof *sum);
+    float *row = xrealloc(NULL, n * sizeof *row), *weight = NULL;
+    memset(sum, 0, n * sizeof *sum);
+    for (size_t i = 0; i < l.rows; i++) {
+        read_floats(l.w, i * n, n, row);
+        for (size_t j = 0; j < n; j++) sum[j] += (double)row[j] * (double)row[j];
+    }
+    read_floats(norm, 0, n, row);
+    for (size_t j = 0; j < n; j++) arrput(weight, (float)((double)row[j] / (sqrt(sum[j]) + 1e-7)));
+    plan_values("output_norm.weight", weight);
+    free(sum);
+    free(row);
+}
+
 /* Makes the plan. */
 static void plan_model(void) {
     const bool own = !src.tied || has_linear(hf_name(-1, "model.embed_tokens"));
     plan_linear("token_embd", resolve_folded(hf_name(-1, own ? "model.embed_tokens" : "lm_head")), DIM_VOCAB, DIM_EMBD,
                 SINGLE);
-    if (!made.model.hc_low)
+    if (src.normed_head) plan_normed_head();
+    else if (!made.model.hc_low)
         plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
                     src.zero_centered ? LESS_ONE : VALUES);
     if (!src.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
@@ -3428,6 +3461,14 @@ static void config_ling(void) {
     if (get(src.cfg, "moe_shared_expert_intermediate_size")) src.shared_key = "moe_shared_expert_intermediate_size";
 }
 
+/* Reads the keys of Ling 1. */
+static void config_ling1(void) {
+    config_leading_dense();
+    src.qkv_chunks = 1;
+    src.normed_head = get_bool(src.cfg, "norm_head", false);
+    expect(src.cfg, "norm_head", !src.normed_head || !src.tied, "false, because of tie_word_embeddings");
+}
+
 static const struct renaming ling_names[] = {{"self_attn.qkv_proj", "attention.query_key_value", EVERYWHERE},
                                              {"self_attn.o_proj", "attention.dense", EVERYWHERE},
                                              {"self_attn.q_norm", "attention.query_layernorm", EVERYWHERE},
@@ -3836,6 +3877,8 @@ static const struct release {
      .src = {.arch = "glm-dsa", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
     {.type = "glm4_moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
      .src = {.arch = "glm4moe", DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
+    {.type = "solar_open", .config = config_deepseek_experts, .fixed = "moe_layer_freq 1 use_qk_norm false",
+     .src = {.arch = "glm4moe", DEEPSEEK_EXPERTS, .rope_theta = 1e6, .eps = 1e-5}},
     {.type = "glm4", .config = config_glm4_dense,
      .src = {.arch = "glm4", .rotary = 0.5, .partial = true}},
     {.type = "dots1", .config = config_dots1,
@@ -3981,6 +4024,11 @@ static const struct release {
              .scaling_factor = "routed_scaling_factor", .rope_theta = 10000, .eps = 1e-5, .put = put_kimi_linear}},
     {.type = "bailing_moe", .class = "BailingMoeV2ForCausalLM", .config = config_ling, .fixed = fixed_ling,
      .src = {LING, .rotary = 0.5}},
+    {.type = "bailing_moe", .class = "BailingMoeForCausalLM", .config = config_ling1,
+     .fixed = "use_bias false use_qkv_bias false norm_softmax false multi_gate false",
+     .src = {.arch = "bailingmoe", .renaming = ling_names, .is_dense = is_dense_leading, .leads = true,
+             .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
+             .kv_optional = true, .pairs = true, .norm_topk_prob = true}},
     {.type = "bailing_moe_v2", .config = config_ling, .fixed = fixed_ling,
      .src = {LING, .rotary = 0.5}},
     {.type = "sarvam_moe", .config = config_ling, .fixed = fixed_ling,
@@ -6552,13 +6600,14 @@ static const struct manual manual = {
              "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
              "qwen4_exp_text, deepseek_v2, deepseek, deepseek_v3, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
-             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid,\n"
-             "exaone_moe, afmoe, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
-             "minimax_m3, mixtral, llama, mistral, mistral3, ministral3, mistral4, gemma4,\n"
-             "gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
-             "mellum, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid, glm5_next,\n"
-             "inkling2, inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
+             "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
+             "granitemoehybrid, exaone_moe, afmoe, gpt_oss, minimax_m2, minimax_m3_vl,\n"
+             "minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral, mistral3, ministral3,\n"
+             "mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
+             "step3p7, laguna, mellum, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
+             "glm5_next, inkling2, inkling2_text, inkling2_loop, inkling2_loop_text,\n"
+             "nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -420,6 +420,16 @@ static void test_fixtures_deepseek_v2(void) {
     check_fixture("deepseek_moe_nvfp4", NULL);
 }
 
+static void test_fixtures_ling1(void) {
+    check_fixture("bailing_moe", NULL);
+    check_fixture("bailing_moe_nvfp4", NULL);
+}
+
+static void test_fixtures_solar(void) {
+    check_fixture("solar_open", NULL);
+    check_fixture("solar_open_nvfp4", NULL);
+}
+
 static void test_fixtures_factors(void) {
     check_fixture("granitemoe", NULL);
     check_fixture("granitemoeshared_nvfp4", NULL);
@@ -1975,6 +1985,8 @@ static void test_cpu_profile(void) {
         {"model/fixtures-windows", test_fixtures_windows}, {"model/fixtures-factors", test_fixtures_factors},          \
         {"model/fixtures-mellum", test_fixtures_mellum},\
         {"model/fixtures-deepseek-v2", test_fixtures_deepseek_v2},\
+        {"model/fixtures-ling1", test_fixtures_ling1},\
+        {"model/fixtures-solar", test_fixtures_solar},\
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl},                                                           \
         {"model/fixtures-hunyuan", test_fixtures_hunyuan}, {"model/fixtures-ling", test_fixtures_ling},                \
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \

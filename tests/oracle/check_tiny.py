@@ -481,7 +481,8 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum", "deepseek"):
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe",
+                    "solar_open"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -514,6 +515,13 @@ def rules(config, layer):
                   shared="mlp.shared_experts.", sparse=layer is None or layer >= config["first_k_dense_replace"])
     if kind == "deepseek":
         r |= dict(shared="mlp.shared_experts.", sparse=layer >= config["first_k_dense_replace"])
+    if kind == "bailing_moe":
+        r |= dict(mixer="attention.", joined=True, out="dense", shared="mlp.shared_experts.",
+                  sparse=layer >= config["first_k_dense_replace"])
+    if kind == "solar_open":
+        r |= dict(rope={**rope, **config.get("rope_parameters", {})}, score="sigmoid", bias="gate.e_score_correction_bias",
+                  scale=config["routed_scaling_factor"], groups=(config["n_group"], config["topk_group"]),
+                  shared="mlp.shared_experts.")
     if kind == "exaone_moe":
         r |= dict(turned=head if windowed else 0, rope=config["rope_parameters"], norm="head", score="sigmoid",
                   bias="e_score_correction_bias", scale=config["routed_scaling_factor"],
@@ -1572,6 +1580,9 @@ def head(W, config):
         return W.get("model.llm.unembed.weight")
     if config["tie_word_embeddings"]:
         return W.get(embedding(W))
+    if config.get("norm_head"):
+        w = W.get("lm_head.weight")
+        return w / (np.sqrt((w * w).sum(0)) + 1e-7)
     return W.get("language_model." * prefix(W).startswith("language_model.") + "lm_head.weight")
 
 

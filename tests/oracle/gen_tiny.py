@@ -304,6 +304,32 @@ def deepseek_moe(**changes):
             "scoring_func": "softmax", "seq_aux": True, "use_cache": True, "vocab_size": VOCAB, **COMMON, **changes}
 
 
+def ling1(**changes):
+    """config.json in the words of Ling-lite and Ling-plus."""
+    return {"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe", "attention_dropout": 0.0,
+            "embedding_dropout": 0.0, "eos_token_id": IM_END, "first_k_dense_replace": 0, "head_dim": 64,
+            "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.006, "intermediate_size": 192,
+            "max_position_embeddings": 4096, "moe_intermediate_size": 64, "multi_gate": False, "norm_head": True,
+            "norm_softmax": False, "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 6,
+            "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_shared_experts": 2,
+            "output_dropout": 0.0, "output_router_logits": False, "pad_token_id": EOT, "rms_norm_eps": 1e-6,
+            "rope_scaling": None, "rope_theta": 600000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "use_bias": False, "use_cache": True, "use_qkv_bias": False, "vocab_size": VOCAB, **changes}
+
+
+def solar(**changes):
+    """config.json in the words of Solar Open."""
+    return {"architectures": ["SolarOpenForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "dtype": "bfloat16", "eos_token_id": IM_END, "first_k_dense_replace": 0, "head_dim": 64,
+            "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192,
+            "max_position_embeddings": 4096, "model_type": "solar_open", "moe_intermediate_size": 64, "n_group": 1,
+            "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 4,
+            "num_experts_per_tok": 3, "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": EOT,
+            "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
+            "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_cache": True,
+            "use_qk_norm": False, "vocab_size": VOCAB, **changes}
+
+
 def exaone(kinds, **changes):
     """config.json in the words of K-EXAONE.  kinds: L for a layer with a window, G for one without."""
     return {"architectures": ["ExaoneMoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
@@ -895,7 +921,7 @@ HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
     "exaone_moe": [(r"\.gate\.e_score_correction_bias", ".e_score_correction_bias")],
-    "bailing_moe_v2": LING, "sarvam_moe": LING, "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
+    "bailing_moe": LING, "bailing_moe_v2": LING, "sarvam_moe": LING, "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
     "granitemoehybrid": GRANITE,
     "minimax_m3_vl": [
         (r"^lm_head", "language_model.lm_head"), (r"^model\.language_model\.", "language_model.model."),
@@ -1221,6 +1247,18 @@ SPECS = {
         config=deepseek_moe(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                             n_shared_experts=1, n_routed_experts=4, moe_intermediate_size=128),
         declare="modelopt", store=[(EXPERTS, "nvfp4")]),
+    "bailing_moe": dict(config=ling1(), joined=True),
+    "bailing_moe_nvfp4": dict(
+        config=ling1(norm_head=False, hidden_size=128, num_attention_heads=4, num_key_value_heads=1, num_experts=5,
+                     norm_topk_prob=False, num_shared_experts=1, first_k_dense_replace=1, num_hidden_layers=3),
+        declare="modelopt", joined=True, store=[(EXPERTS, "nvfp4")]),
+    "solar_open": dict(config=solar(rope_scaling={
+        "rope_type": "yarn", **{k: v for k, v in yarn(16.0, 16).items() if k != "type"}})),
+    "solar_open_nvfp4": dict(
+        config=new_rope(solar(hidden_size=128, num_attention_heads=3, num_key_value_heads=1, n_routed_experts=6,
+                              num_experts_per_tok=2, moe_intermediate_size=128, routed_scaling_factor=1.5),
+                        rope_type="default", rope_theta=500000.0),
+        declare="modelopt", store=[(EXPERTS, "nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1455,6 +1493,8 @@ def draw(fixture, name, shape, tied, centred):
         return ((1 + 0.2 * x) * math.sqrt(2) / shape[0] ** 0.25).astype(np.float32)
     if fixture.startswith("gemma4") and name.endswith(("model.norm.weight", "language_model.norm.weight")):
         return (10 + 2 * x).astype(np.float32)
+    if fixture == "bailing_moe" and name == "model.norm.weight":  # the head has columns of length 1
+        return (8 + 1.6 * x).astype(np.float32)
     if fixture.startswith("gemma4") and "embed_tokens" in name:  # it is the head, too, and grows by sqrt(hidden_size)
         return (0.2 / math.sqrt(shape[1]) * x).astype(np.float32)
     if "l2_clip.scale" in name:
@@ -1757,8 +1797,8 @@ def make_composed(config):
 
     known = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(known))
-    parts = {"n_routed_experts": config["n_routed_experts"], "topk_method": "greedy",
-             "n_shared_experts": config["n_shared_experts"], "rope_scaling": None}
+    parts = {"n_routed_experts": config.get("num_experts", config.get("n_routed_experts")), "topk_method": "greedy",
+             "n_shared_experts": config.get("num_shared_experts", config.get("n_shared_experts")), "rope_scaling": None}
     own = transformers.DeepseekV2Config.from_dict({**known, **parts})
     own._experts_implementation = "eager"
     for layer in model.model.layers[config["first_k_dense_replace"]:]:
@@ -1771,7 +1811,7 @@ def make_composed(config):
 
 def make_model(config):
     """The transformers model of a configuration in hub form."""
-    if config["model_type"] == "deepseek":
+    if config["model_type"] in ("deepseek", "bailing_moe"):
         return make_composed(config)
     known = reference_config(config)
     cls = getattr(transformers, known["architectures"][0])
@@ -1849,6 +1889,9 @@ def fill(model, config, checkpoint, kept, flat=False):
             new = checkpoint.put(hub_name(config, name), value.shape)
         give(module, leaf, new)
     model.tie_weights()
+    if config.get("norm_head"):
+        head = model.lm_head.weight
+        give(model.lm_head, "weight", head / (head.norm(dim=0, keepdim=True) + 1e-7))
 
 
 FINAL_NORM = ("hy_v3", "bailing_hybrid", "bailing_moe_v2")  # how these call the last norm of the layer for multi-token prediction
