@@ -727,7 +727,6 @@ static void test_reap_model(void) {
              {"qwen3_vl_moe_nvfp4", 4},
              {"mellum", 4},
              {"mellum_nvfp4", 4},
-             {"deepseek_v2", 4},
              {"deepseek_v2_nvfp4", 4},
              {"deepseek_moe", 4},
              {"deepseek_moe_nvfp4", 3},
