@@ -1211,7 +1211,7 @@ struct rope {
     float factor;      /* of cos and sin (YaRN) */
     const float *freq; /* (dim / 2) radians per position */
 };
-enum { MAX_ROPES = 2 /* of a model: of layers that see all keys, and of those with a window */ };
+enum { MAX_ROPES = 2 /* of a model: of layers that see all keys and those with a window, or of rotated layers and others */ };
 
 /* What mixes the tokens of a layer. */
 enum mixer {
@@ -1902,6 +1902,7 @@ static const struct key_rule key_rules[] = {
     {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
     {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
+    {"attention.rope_pattern",               KEY_INT,  KEY_LAYERS, 0, 1,           1}, /* 0: nothing is rotated */
     {"attention.sliding_window_pattern",     KEY_INT,  KEY_LAYERS, 0, MAX_LAYERS,  KEY_FOLLOWS}, /* period, or list of bits */
     {"swiglu_clamp_exp",                     KEY_NUM,  KEY_LAYERS, 0, 1e6,         0}, /* 0: none */
     {"swiglu_clamp_shexp",                   KEY_NUM,  KEY_LAYERS, 0, 1e6,         0},
@@ -4126,6 +4127,8 @@ struct loader {
     int n_latent;
     float gate_cap, up_cap; /* of feed-forwards, see struct glu */
     int gate_low;           /* rank of message gates */
+    int rotates[MAX_LAYERS];        /* attention.rope_pattern; where 0, the rotation is plain_rope */
+    int plain_rope;
     int window[MAX_LAYERS];
     float clamp[MAX_LAYERS], clamp_shared[MAX_LAYERS]; /* swiglu_clamp_*; 0: none */
     int n_head[MAX_LAYERS], n_head_kv[MAX_LAYERS], n_expert_used[MAX_LAYERS];
@@ -4826,6 +4829,25 @@ static void read_granite(struct loader *l) {
     l->m->embd_scale = loader_num(l, "embedding_scale");
     l->residual_scale = loader_num(l, "residual_scale");
     l->logit_scale = loader_num(l, "logit_scale");
+}
+
+/* Reads the metadata of Granite with windows, some of whose layers are not rotated. */
+static void read_granite_swa(struct loader *l) {
+    read_granite(l);
+    read_windows(l, KEY_REQUIRED, 4, true);
+    l->attn_window = l->attn;
+    loader_ints(l, "attention.rope_pattern", l->rotates);
+    struct attn plain = l->attn;
+    l->unrotated = true;
+    loader_rope(l, "rope.freq_base", false, l->failed ? 2 : l->m->ropes[l->attn.rope].dim, &plain);
+    l->plain_rope = plain.rope;
+}
+
+/* A layer of Granite with windows. */
+static void layer_granite_swa(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->attn.has_sinks = true;
+    if (!l->rotates[il]) layer->attn.rope = l->plain_rope;
 }
 
 /* Reads the metadata of Mistral 3, whose queries grow with their position. */
@@ -6161,6 +6183,8 @@ static const struct family families[] = {
     {.arch = "granitemoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_granite,  .layer = layer_attn},
     {.arch = "granite", .dense = true, .read = read_granite, .layer = layer_attn},
+    {.arch = "granite_swa", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true,
+     .read = read_granite_swa, .layer = layer_granite_swa},
     {.arch = "granitehybrid", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true, .no_kv_layers = true,
      .read = read_granite_hybrid, .layer = layer_granite_hybrid},
     {.arch = "mistral3", .dense = true, .read = read_mistral3, .layer = layer_attn},
@@ -7364,6 +7388,12 @@ static const struct synth synths[] = {
      "ssm.conv_kernel=4 ssm.group_count=1 ssm.time_step_rank=128 ssm.state_size=128 ssm.inner_size=8192 "
      "expert_count=72 expert_used_count=10 expert_feed_forward_length=768 expert_shared_count=1 "
      "expert_shared_feed_forward_length=1536 vocab_size=100352 attention.layer_norm_rms_epsilon=1e-5 "
+     "rope.freq_base=10000"},
+    {"granite-swash-3b-a600m", "granite_swa", .keys =
+     "context_length=131072 embedding_length=1536 block_count=32 attention.head_count=24 attention.head_count_kv=8 "
+     "attention.key_length=64 attention.value_length=64 attention.sliding_window=128 "
+     "attention.sliding_window_pattern=0:1:1:1* attention.scale=0.015625 embedding_scale=12 residual_scale=0.22 "
+     "logit_scale=6 expert_count=40 expert_used_count=8 expert_feed_forward_length=512 vocab_size=49155 "
      "rope.freq_base=10000"},
     {"granite-3.1-1b-a400m", "granitemoe", .keys =
      "context_length=131072 embedding_length=1024 block_count=24 attention.head_count=16 attention.head_count_kv=8 "
@@ -24347,14 +24377,15 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
                                     "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite, ling-flash-2,\n"
-                                    "granite-4.0-h-small, granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini,\n"
-                                    "qwen3-vl-30b-a3b, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b,\n"
-                                    "gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
-                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b, minimax-m2.5,\n"
-                                    "minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
-                                    "step-3.7-flash, laguna-xs, mellum2-12b-a2.5b, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
-                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
+                                    "granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
+                                    "k-exaone-236b-a23b, trinity-mini, qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
+                                    "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
+                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
+                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
+                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
+                                    "glm-5.3-flash, inkling-2-mini, nemotron-3-nano-30b-a3b or\n"
+                                    "nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"

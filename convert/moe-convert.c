@@ -2989,6 +2989,32 @@ static void config_granite(void) {
     if (!src.n_shared) src.shared_key = NULL;
 }
 
+/* Whether a layer of Granite with windows is rotated: layer_rope_theta has 0 for the others, no_rope_layers has so too. */
+static bool is_rotated_granite(int layer) {
+    const char *key = get(src.cfg, "layer_rope_theta") ? "layer_rope_theta" : "no_rope_layers";
+    const json_t *list = get_list(src.cfg, key);
+    if (!list) return true;
+    check_per_layer(key, list);
+    const json_t *v = json_array_get(list, (size_t)layer);
+    expect(src.cfg, key, json_is_number(v), "a number for each layer");
+    return json_number_value(v) != 0;
+}
+
+/* Reads the keys of Granite with windows. All rotated layers have one base, and the shared experts, which no release
+ * has, are one matrix in GGUF files. */
+static void config_granite_swa(void) {
+    const json_t *bases = get_list(src.cfg, "layer_rope_theta");
+    struct doc in;
+    const double own = rope_base(rope_doc(false), false, src.rope_theta, &in);
+    expect(src.cfg, "layer_types", get_list(src.cfg, "layer_types") != NULL, "a list of all layers");
+    expect(src.cfg, "shared_intermediate_size", !get_int(src.cfg, "shared_intermediate_size", 0, MAX_WIDTH, 0),
+           "0: shared experts are not supported");
+    for (int l = 0; l < src.n_layer && bases; l++)
+        expect(src.cfg, "layer_rope_theta",
+               !is_rotated_granite(l) || json_number_value(json_array_get(bases, (size_t)l)) == own,
+               fmt("0 or rope_theta, %g, for each layer", own));
+}
+
 /* Whether a layer of Granite 4 has Mamba-2, as layer_types says in the words of the releases or of transformers. */
 static bool is_mamba_granite(int layer) {
     const char *type = json_string_value(json_array_get(get_list(src.cfg, "layer_types"), (size_t)layer));
@@ -3035,6 +3061,12 @@ static void put_granite(void) {
     }
 }
 
+/* The same of Granite with windows, and which layers are rotated. */
+static void put_granite_swa(void) {
+    put_granite();
+    kv_flags("attention.rope_pattern", src.n_layer, is_rotated_granite);
+}
+
 /* The same of Granite 4, whether heads are rotated, and the sizes of Mamba-2. */
 static void put_granite4(void) {
     const struct doc c = src.cfg;
@@ -3054,6 +3086,10 @@ static void put_granite4(void) {
     kv_u32("ssm.time_step_rank", heads);
     kv_u32("ssm.inner_size", inner);
 }
+
+static const struct renaming granite_swa_names[] = {{"mlp.experts", "block_sparse_moe.experts", EVERYWHERE},
+                                                    {"mlp.gate", "block_sparse_moe.router", EVERYWHERE},
+                                                    {NULL, NULL, EVERYWHERE}};
 
 static const struct renaming granite_names[] = {
     {"mlp.experts.gate_up_proj", "block_sparse_moe.input_linear", EVERYWHERE},
@@ -3954,6 +3990,14 @@ static const struct release {
      .src = {GRANITE, .arch = "granitemoe", .put = put_granite}},
     {.type = "granitemoeshared", .config = config_granite,
      .src = {GRANITE, .arch = "granitemoe", .put = put_granite}},
+    {.type = "granitemoe_swa", .config = config_granite_swa, .fixed = "mlp_bias false",
+     .src = {.arch = "granite_swa", .renaming = granite_swa_names, .is_dense = is_dense_never,
+             .is_windowed = is_windowed_typed, .experts_key = "num_local_experts", .experts_other = "num_experts",
+             .width_key = "intermediate_size", .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .pairs = true,
+             .rope_theta = 10000, .put = put_granite_swa}},
+    {.type = "granite_swa", .config = config_granite_swa, .fixed = "mlp_bias false",
+     .src = {.arch = "granite_swa", .is_windowed = is_windowed_typed, .kv_optional = true, .pairs = true,
+             .rope_theta = 10000, .put = put_granite_swa}},
     {.type = "granitemoehybrid", .kinds = kinds_granite, .config = config_granite4,
      .fixed = "mamba_conv_bias true mamba_proj_bias false mlp_bias false normalization_function rmsnorm",
      .src = {GRANITE, .arch = "granitehybrid", .is_linear = is_mamba_granite, .put = put_granite4}},
@@ -6602,12 +6646,12 @@ static const struct manual manual = {
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
              "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
-             "granitemoehybrid, exaone_moe, afmoe, gpt_oss, minimax_m2, minimax_m3_vl,\n"
-             "minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral, mistral3, ministral3,\n"
-             "mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
-             "step3p7, laguna, mellum, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
-             "glm5_next, inkling2, inkling2_text, inkling2_loop, inkling2_loop_text,\n"
-             "nemotron_h.\n"
+             "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
+             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
+             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -430,6 +430,11 @@ static void test_fixtures_solar(void) {
     check_fixture("solar_open_nvfp4", NULL);
 }
 
+static void test_fixtures_granite_swa(void) {
+    check_fixture("granitemoe_swa", NULL);
+    check_fixture("granitemoe_swa_nvfp4", NULL);
+}
+
 static void test_fixtures_factors(void) {
     check_fixture("granitemoe", NULL);
     check_fixture("granitemoeshared_nvfp4", NULL);
@@ -1987,6 +1992,7 @@ static void test_cpu_profile(void) {
         {"model/fixtures-deepseek-v2", test_fixtures_deepseek_v2},\
         {"model/fixtures-ling1", test_fixtures_ling1},\
         {"model/fixtures-solar", test_fixtures_solar},\
+        {"model/fixtures-granite-swa", test_fixtures_granite_swa},\
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl},                                                           \
         {"model/fixtures-hunyuan", test_fixtures_hunyuan}, {"model/fixtures-ling", test_fixtures_ling},                \
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \

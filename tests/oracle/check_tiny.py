@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe",
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
                     "solar_open"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
@@ -537,6 +537,8 @@ def rules(config, layer):
                   score="chosen", names="linear", scaling=config["attention_multiplier"],
                   residual=config["residual_multiplier"],
                   shared="shared_mlp." if config.get("shared_intermediate_size") else None)
+    if kind == "granitemoe_swa":
+        r |= dict(turned=head if config["layer_rope_theta"][layer] else 0, sinks="sinks", router="router")
     if kind == "granitemoehybrid":
         r |= dict(turned=head if config["position_embedding_type"] == "rope" else 0,
                   mamba=config["layer_types"][layer] in ("mamba", "linear_attention"),
@@ -678,8 +680,10 @@ def choose(W, r, x, p):
 def expert_parts(W, r, p, e):
     """Gate, up and down [out, in] of an expert, and the three biases or zeros."""
     if r["names"] == "linear":
-        gate, up = np.split(W.get(p + "input_linear.weight")[e], 2)
-        return gate, up, W.get(p + "output_linear.weight")[e], 0, 0, 0
+        both, down = ("input_linear.weight", "output_linear.weight") if W.has(p + "input_linear.weight") else (
+            "experts.gate_up_proj", "experts.down_proj")
+        gate, up = np.split(W.get(p + both)[e], 2)
+        return gate, up, W.get(p + down)[e], 0, 0, 0
     if r["names"] == "turned" and W.has(p + "experts.gate_up_proj"):  # [in, out], gate first
         gate, up = np.split(W.get(p + "experts.gate_up_proj")[e].T, 2)
         return gate, up, W.get(p + "experts.down_proj")[e].T, 0, 0, 0

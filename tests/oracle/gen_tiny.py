@@ -242,6 +242,19 @@ def granite(shared, **changes):
             "residual_multiplier": 0.7, "logits_scaling": 1.5, "rope_theta": 1500000.0, **COMMON, **own, **changes}
 
 
+def granite_swa(kinds, **changes):
+    """config.json in the words of Granite's mixtures with windows; kinds: S for a layer with a window, F for one without;
+    a small letter for one that is not rotated."""
+    names = {"S": "sliding_attention", "F": "full_attention"}
+    config = granite(None, architectures=["GraniteMoeSWAForCausalLM"], model_type="granitemoe_swa",
+                     num_hidden_layers=len(kinds), layer_types=[names[k.upper()] for k in kinds],
+                     **{"shared_intermediate_size": 0, "sliding_window": 8, "dtype": "bfloat16", **changes})
+    theta = config.pop("rope_theta")
+    config = {k: v for k, v in config.items() if k not in ("rope_scaling", "torch_dtype")}
+    return {**config, "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+            "layer_rope_theta": [theta if k.isupper() else 0 for k in kinds]}
+
+
 def granite4(kinds, **changes):
     """config.json in the words of the Granite 4 releases; kinds: M for a layer of Mamba-2, * for one of attention."""
     return {"architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -1011,6 +1024,7 @@ GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
 DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
 
+GRANITE_SWA_STACKS = r"model\.", ".experts.gate_up_proj", ".experts.down_proj"
 GRANITE_STACKS = r"model\.", ".input_linear.weight", ".output_linear.weight"
 
 # name -> config and
@@ -1225,6 +1239,13 @@ SPECS = {
                               num_shared_experts=2),
                         rope_type="default", rope_theta=10000.0),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")], quiet="embed_tokens"),
+    "granitemoe_swa": dict(
+        config=granite_swa("fSs", embedding_multiplier=1.25, residual_multiplier=1.5, tie_word_embeddings=True),
+        fused=GRANITE_SWA_STACKS),
+    "granitemoe_swa_nvfp4": dict(
+        config=granite_swa("sF", num_attention_heads=6, num_key_value_heads=2, num_local_experts=4, head_dim=64,
+                           attention_multiplier=0.1875, residual_multiplier=0.5, intermediate_size=128, sliding_window=20),
+        declare="compressed_tensors", fused=GRANITE_SWA_STACKS, store=[(r"self_attn\..*_proj\.weight$", "ct_nvfp4")]),
     "granitemoehybrid": dict(config=granite4("M*M"), fused=GRANITE_STACKS, positions=160),
     "granitemoehybrid_nvfp4": dict(
         config=granite4_saved("*MM", hidden_size=128, num_attention_heads=3, head_dim=64, num_key_value_heads=3,
