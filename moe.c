@@ -1161,6 +1161,7 @@ struct attn {
     int candidate_block; /* keys of such a block */
     int candidate_back; /* layers back to the one that finds these blocks; 0: it finds them, and its own choice is free */
     float scale;        /* factor of q.k before the softmax */
+    float clip;         /* GQA: queries, keys and values are limited to -clip..clip before norms; 0: they are not */
     /* Queries grow with their position, see attn_temperature; temp_scale 0: they do not */
     float temp_scale;
     int temp_length;  /* tokens */
@@ -1268,8 +1269,9 @@ enum qk_norm {
     X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                                \
     X(KDA_FLAT, l->delta.n_decay > 1 && l->delta.flat_decay)                          \
     X(KDA_COLUMN, l->delta.n_decay > 1 && !l->delta.flat_decay)                       \
-    X(FFN_NORM, !l->post_norm && !l->no_ffn && l->mixer != MIXER_NONE && !m->hc_low)  \
+    X(FFN_NORM, layer_ffn_norm(m, l))                                                 \
     X(POST_NORM, l->post_norm)                                                        \
+    X(OUT_NORM, l->out_norm)                                                          \
     X(RESULT_NORMS, l->result_norms)                                                  \
     X(DENSE_FFN, !l->n_expert && !l->no_ffn)                                          \
     X(DENSE_APART, !l->n_expert && !l->no_ffn && !l->fused_up)                        \
@@ -1375,6 +1377,8 @@ struct layer {
     enum qk_norm qk_norm;
     bool mtp;            /* a layer for multi-token prediction, see forward_mtp */
     bool post_norm;      /* files name ffn_norm post_attention_norm */
+    bool out_norm;       /* files name ffn_norm attn_output_norm */
+    bool parallel;       /* the feed-forward reads what attention reads; both are added to the residual */
     bool result_norms;   /* what a half gives is normed before it is added to the residual */
     bool fused_up;       /* files have the rows of a dense feed-forward's gate before those of up, in ffn_up */
     bool has_biases;     /* wo, the router and the experts have biases */
@@ -1754,6 +1758,7 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("loop_ffn_gain", "controllers.mlp.gain_weight", gate_of[READ_FFN].gain, GATE_LOW, EMBD, ONE, HAS_LOOPED),
     VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              HAS_FFN_NORM),
     VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
+    VECTOR("attn_output_norm.weight", "post_attention_layernorm",   ffn_norm,    EMBD,              HAS_OUT_NORM),
     VECTOR("post_attention_norm.weight", "post_self_attn_layernorm", post_attention_norm, EMBD,     HAS_RESULT_NORMS),
     VECTOR("post_ffw_norm.weight",  "post_mlp_layernorm",           post_ffw_norm, EMBD,            HAS_RESULT_NORMS),
     OPTIONAL("layer_output_scale.weight", "layer_scalar",           out_scale,   ONE,               HAS_RESULT_NORMS),
@@ -1881,6 +1886,7 @@ static const struct key_rule key_rules[] = {
     {"attention.head_count",                 KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_REQUIRED},
     {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 0, 1024,        KEY_FOLLOWS}, /* 0: no attention */
     {"attention.layer_norm_rms_epsilon",     KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"attention.layer_norm_epsilon",         KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED}, /* of LayerNorm */
     {"expert_count",                         KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS}, /* 0: a dense model */
     {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED}, /* where there are experts */
     {"expert_group_count",                   KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 1},
@@ -1895,10 +1901,11 @@ static const struct key_rule key_rules[] = {
     {"attention.value_length_swa",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
     {"attention.shared_kv_layers",           KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* above 0: refused */
     {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"attention.clamp_kqv",                  KEY_NUM,  KEY_ONE,    0, 1e6,         KEY_REQUIRED}, /* 0: none */
     {"attention.scale",                      KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: key_length^-0.5 */
     {"embedding_scale",                      KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
     {"residual_scale",                       KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
-    {"logit_scale",                          KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED}, /* logits are divided by it */
+    {"logit_scale",                          KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED}, /* logits are divided by it, cohere2moe: multiplied */
     {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
     {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
@@ -2073,6 +2080,12 @@ struct ngram {
     struct weight scales;          /* (rows of all heads, row / NGRAM_SCALE) E8M0, GGUF_I8; no data: there are none */
 };
 
+/* The norms of the residual. With the mean taken off an RMS norm is a LayerNorm (arXiv 1607.06450). */
+enum norm {
+    NORM_RMS, /* x / rms(x) * weight */
+    NORM_MEAN /* the same of x - mean(x); a file with the epsilon of an RMS norm has NORM_RMS */
+};
+
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
  * rank's own; all other sizes are the model's. */
 struct model {
@@ -2087,7 +2100,8 @@ struct model {
     int n_unused; /* MTP layers of the file that do not run */
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
-    float rms_eps;
+    float rms_eps;  /* of all norms */
+    enum norm norm; /* of the residual: what attention, feed-forward and head read */
     int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float hc_eps;
@@ -2136,12 +2150,13 @@ struct family {
     enum gating gating;   /* the router's function where the file does not name it */
     bool norm_topk_prob;  /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool dense;           /* a model may have no experts */
+    enum norm norm;       /* of the residual */
     bool softmax_bias;    /* routing biases are used without a sigmoid, too */
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
-    bool no_mtp;          /* MTP layers do not run: nothing says which keys they see */
+    bool no_mtp;          /* MTP layers do not run: there is no reference for them */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
     /* Reads the metadata of attention, and what is this family's alone. */
@@ -2182,6 +2197,11 @@ static inline bool compressor_gated(const struct attn *a) { return a->pooled > 1
 /* The table of n-grams whose rows are added before a layer that has one. */
 static inline const struct ngram *layer_ngram(const struct model *m, const struct layer *l) {
     return &m->ngram[l->ngrams - 1];
+}
+
+/* Whether files have the norm ffn_norm of a layer, by this name. */
+static inline bool layer_ffn_norm(const struct model *m, const struct layer *l) {
+    return !l->post_norm && !l->out_norm && !l->parallel && !l->no_ffn && l->mixer != MIXER_NONE && !m->hc_low;
 }
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
@@ -2612,6 +2632,8 @@ enum {
     X(void, ngrams_add, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* out = w times the groups of heads in `in` */                                                                    \
     X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* the values of q, k and v (in) are limited to -clip..clip of the layer's attention */                            \
+    X(void, clip, STEP_PARAMS, STEP_ARGS)                                                                              \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
     X(void, qk_norm_rows, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* out = grouped-query attention over the layer's cache, of q, k, v (in): norms the heads of q and k, rotates      \
@@ -2651,7 +2673,8 @@ enum {
     X(void, mamba, STEP_PARAMS, STEP_ARGS)                                                                             \
     /* in = norm(input); out = the layer's feed-forward of that: a dense one, or router, routed experts and shared     \
        expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM. Of a feed-forward in     \
-       parts the dense one (dense) or the experts, for which in[1] = the norm of x that the router reads */            \
+       parts the dense one (dense) or the experts, for which in[1] = the norm of x that the router reads. Without a    \
+       norm `in` is there already, and x = the input */                                                                \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
     X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                       \
@@ -3754,9 +3777,11 @@ enum {
 };
 
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
- * unless the deltas of several ranks are to be added (own: they are not). */
-static inline bool gpu_norm_fuses(int n_tok, int width, bool own) {
-    return n_tok <= FUSED_NORM_TOKENS && width <= FUSED_NORM_MAX && n_tok * width <= FUSED_NORM_VALUES && own;
+ * unless the deltas of several ranks are to be added (own: they are not), the mean is to be taken off, or a parallel
+ * feed-forward reads the norm, too. */
+static inline bool gpu_norm_fuses(const struct model *m, int n_tok, int width, bool own) {
+    return m->norm == NORM_RMS && !m->layers->parallel && n_tok <= FUSED_NORM_TOKENS && width <= FUSED_NORM_MAX &&
+           n_tok * width <= FUSED_NORM_VALUES && own;
 }
 
 /* Whether heads of grouped-query attention are too wide for a warp's registers: other kernels attend then, and queries
@@ -4120,6 +4145,7 @@ struct loader {
     int candidate_layer, candidates, candidate_block;
     int n_expert_ids;     /* the first layers that find experts by token ids */
     float value_scale;    /* factor of values; 0: 1 */
+    bool mean_experts;    /* a feed-forward with a shared expert gives the mean of both, not the sum */
     float residual_scale; /* factor of what a half of a layer gives; 0: 1 */
     float logit_scale;    /* logits are divided by it; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
@@ -4762,8 +4788,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, gpt-oss, MiniMax, OLMoE, Llama, Granite,
- * Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, gpt-oss, MiniMax, OLMoE, Llama,
+ * Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
  * ============================================================================================================ */
 
 /* Qwen3-MoE and the text part of Qwen3-VL, whose three positions of a token are the same in text: rope.dimension_sections
@@ -4914,6 +4940,37 @@ static void layer_afmoe(struct loader *l, struct layer *layer, int il) {
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
+/* Reads the metadata of Cohere's mixtures (Command A+), whose logits are multiplied by logit_scale, and whose shared
+ * and chosen experts count alike. llama.cpp's converter keeps the layer for multi-token prediction. */
+static void read_cohere2moe(struct loader *l) {
+    l->rope_pairs = true;
+    read_rotated_windows(l);
+    l->logit_scale = 1 / loader_num(l, "logit_scale");
+    l->mean_experts = true;
+}
+
+/* A layer of Cohere's mixtures. The dense ones before the first with experts are rotated whether or not they have a
+ * window. */
+static void layer_cohere2moe(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->parallel = true;
+    int dense = 0;
+    while (dense <= il && !layer_has_tensor(l, dense, "ffn_gate_inp.weight")) dense++;
+    if (dense > il) layer->attn.rope = l->attn_window.rope;
+}
+
+/* Reads the metadata of DBRX. */
+static void read_dbrx(struct loader *l) {
+    read_gqa(l);
+    l->attn.clip = loader_num(l, "attention.clamp_kqv");
+}
+
+/* A layer of DBRX. */
+static void layer_dbrx(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->out_norm = true;
+}
+
 /* Reads the metadata of layers with a window, each fourth being without one, whose rotation is not that of the others. */
 static void read_two_ropes(struct loader *l, bool full_first) {
     read_heads(l);
@@ -5060,6 +5117,7 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
            {&l->wk_index, A_IK}, {&l->wq_index, A_IQ});
+    if (l->attn.clip > 0) step_add(p, OP_clip, il, SLOTS(A_Q, A_K, A_V), ACT_COUNT);
     if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_qk_norm_rows, il, SLOTS(A_Q, A_K), ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK), ACT_COUNT);
     step_add(p, OP_attention, il, SLOTS(A_Q, A_K, A_V, l->attn.n_gate ? A_GATE : ACT_COUNT), A_ATT);
@@ -5998,6 +6056,8 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  *
  * Where a layer norms results, x_t becomes x_t + N(y_t), in place of x_t + y_t, after either half.
  *
+ * Where a layer is parallel, both halves read N(x_t): x_t becomes x_t + A(N(x))_t + F(N(x_t)).
+ *
  * Layers in a loop run several times. Each pass begins with the blocks before the loop, and every half of it mixes into
  * x a message: the same reading, by a query of its own, of the blocks that the pass before it has left
  * (struct message_gate). Weights are by layer, caches by layer and visit. */
@@ -6024,8 +6084,9 @@ static void forward_ffn(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    const struct input in =
-        m->n_res || half_ready(m, il) ? plain(A_H) : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
+    const struct input in = m->n_res || half_ready(m, il) ? plain(A_H)
+                            : l->parallel                 ? (struct input){A_H, A_X, partial, NULL, NULL}
+                                                          : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
     struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
@@ -6199,6 +6260,10 @@ static const struct family families[] = {
      .read = read_exaone,   .layer = layer_gqa},
     {.arch = "afmoe",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_afmoe,    .layer = layer_afmoe},
+    {.arch = "cohere2moe", .gating = GATING_SIGMOID, .norm_topk_prob = false, .norm = NORM_MEAN, .no_mtp = true,
+     .read = read_cohere2moe, .layer = layer_cohere2moe},
+    {.arch = "dbrx",      .gating = GATING_SOFTMAX, .norm_topk_prob = true, .norm = NORM_MEAN,
+     .read = read_dbrx,     .layer = layer_dbrx},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mellum",    .gating = GATING_SOFTMAX, .norm_topk_prob = true,
@@ -6260,7 +6325,10 @@ static void loader_hparams(struct loader *l) {
     if (loader_key(l, "attention.head_count_kv", key))
         loader_ints_in(l, "attention.head_count_kv", !m->family->no_kv_layers, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
-    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
+    m->norm = m->family->norm;
+    if (m->norm == NORM_MEAN && loader_key(l, "attention.layer_norm_rms_epsilon", key)) m->norm = NORM_RMS;
+    m->rms_eps =
+        loader_num(l, m->norm == NORM_MEAN ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon");
     m->n_expert_max = loader_int_in(l, "expert_count", m->family->dense ? 0 : KEY_REQUIRED, !m->family->dense, KEY_HI);
     if (m->n_expert_max) loader_ints_in(l, "expert_used_count", KEY_LO, m->n_expert_max, l->n_expert_used);
     m->n_group = loader_int(l, "expert_group_count");
@@ -6582,6 +6650,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     if (l->value_scale > 0) loader_factor(l, &layer->wv, l->value_scale);
     struct weight *const results[] = {&layer->wo, &layer->down, &layer->sh_down};
     for (int i = 0; i < 3 && l->residual_scale > 0; i++) loader_factor(l, results[i], l->residual_scale);
+    for (int i = 1; i < 3 && l->mean_experts && layer->sh_down.data; i++) loader_factor(l, results[i], 0.5f);
     bool chosen = layer->attn.n_index;
     for (int before = 0; before < il; before++) chosen |= l->m->layers[before].attn.n_index > 0;
     if (layer->attn.top_k && !chosen)
@@ -7202,7 +7271,7 @@ static void shard_free(struct model *shard) { free(shard->layers); }
  *
  *   attention.compress_ratios=0,0,4:128*,0      0, 0, 4, 128, 4, 128, .., 0
  *
- * A shape without attention.layer_norm_rms_epsilon has 1e-6, and without rope.freq_base 1e6.
+ * A shape without the epsilon of norms has 1e-6 for RMS norms, and without rope.freq_base 1e6.
  * ============================================================================================================ */
 
 struct synth {
@@ -7417,6 +7486,16 @@ static const struct synth synths[] = {
      "context_length=262144 embedding_length=2048 block_count=48 attention.head_count=32 attention.head_count_kv=4 "
      "attention.key_length=128 attention.value_length=128 expert_count=128 expert_used_count=8 "
      "expert_feed_forward_length=768 vocab_size=151936 rope.freq_base=5e6"},
+    {"north-mini-code", "cohere2moe", .keys =
+     "context_length=500000 embedding_length=2048 block_count=49 feed_forward_length=3072 attention.head_count=32 "
+     "attention.head_count_kv=4 attention.sliding_window=4096 attention.sliding_window_pattern=0,1:1:1:0* "
+     "attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 expert_count=128 "
+     "expert_used_count=8 expert_feed_forward_length=768 expert_weights_norm=true vocab_size=262144 logit_scale=0.25 "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=50000"},
+    {"dbrx-132b", "dbrx", .keys =
+     "context_length=32768 embedding_length=6144 block_count=40 attention.head_count=48 attention.head_count_kv=8 "
+     "attention.layer_norm_epsilon=1e-5 attention.clamp_kqv=8 expert_count=16 expert_used_count=4 "
+     "expert_feed_forward_length=10752 vocab_size=100352 rope.freq_base=500000"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -7783,7 +7862,9 @@ struct synth_tensor {
 /* The GGUF header of a shape and those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors after it. */
 static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
     struct gguf_writer w = {0};
-    const char *const texts[] = {y->keys, y->more, "attention.layer_norm_rms_epsilon=1e-6 rope.freq_base=1e6"};
+    const bool mean = synth_find_key(y->keys, "attention.layer_norm_epsilon") != NULL;
+    const char *const texts[] = {
+        y->keys, y->more, mean ? "rope.freq_base=1e6" : "attention.layer_norm_rms_epsilon=1e-6 rope.freq_base=1e6"};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
     for (int i = 0; i < 3; i++)
@@ -8591,6 +8672,7 @@ struct kernels {
     void (*to_bf16)(const float *x, uint16_t *y, int n);
     /* y = w * x / sqrt(mean(x^2) + eps); w NULL: all ones (arXiv 1910.07467) */
     void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n);
+    void (*center)(const float *x, float *y, int n);                  /* y = x - mean(x); y may be x */
     void (*mul_add)(float *y, const float *w, const float *x, int n); /* y += w * x */
     void (*scale)(const float *x, float f, float *y, int n);          /* y = f * x; y may be x */
     void (*scale_add)(const float *x, float f, float *y, int n);      /* y += f * x */
@@ -8774,6 +8856,13 @@ static void ref_rmsnorm(const float *x, const float *w, float eps, float *y, int
     for (int i = 0; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
 }
 
+static void ref_center(const float *x, float *y, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += (double)x[i];
+    const float mean = n ? (float)(sum / n) : 0;
+    for (int i = 0; i < n; i++) y[i] = x[i] - mean;
+}
+
 static void ref_scale(const float *x, float f, float *y, int n) {
     for (int i = 0; i < n; i++) y[i] = f * x[i];
 }
@@ -8859,6 +8948,7 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .to_e4m3 = ref_to_e4m3,
                                            .to_bf16 = ref_to_bf16,
                                            .rmsnorm = ref_rmsnorm,
+                                           .center = ref_center,
                                            .mul_add = ref_mul_add,
                                            .scale = ref_scale,
                                            .scale_add = ref_scale_add,
@@ -9205,6 +9295,24 @@ INLINE void vec_rmsnorm(const float *x, const float *w, float eps, float *y, int
     for (; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
 }
 
+/* Sums as vec_rmsnorm does. */
+INLINE void vec_center(const float *x, float *y, int n) {
+    enum { PIECE = 512 };
+    double sum = 0;
+    for (int p = 0; p < n; p += PIECE) {
+        const int end = n - p < PIECE ? n : p + PIECE;
+        int i = p;
+        vf v = {0};
+        for (; i + VL <= end; i += VL) v += VLOAD(vf, x + i);
+        for (int k = 0; k < VL; k++) sum += (double)v[k];
+        for (; i < end; i++) sum += (double)x[i];
+    }
+    const float mean = n ? (float)(sum / n) : 0;
+    int i = 0;
+    for (; i + VL <= n; i += VL) VSTORE(vf, y + i) = VLOAD(vf, x + i) - mean;
+    for (; i < n; i++) y[i] = x[i] - mean;
+}
+
 INLINE void vec_scale(const float *x, float f, float *y, int n) {
     int i = 0;
     for (; i + VL <= n; i += VL) VSTORE(vf, y + i) = VLOAD(vf, x + i) * f;
@@ -9366,6 +9474,7 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {                 \
         vec_rmsnorm(x, w, eps, y, n);                                                                              \
     }                                                                                                              \
+    TARGET static void isa##_center(const float *x, float *y, int n) { vec_center(x, y, n); }                      \
     TARGET static void isa##_mul_add(float *y, const float *w, const float *x, int n) { vec_mul_add(y, w, x, n); } \
     TARGET static void isa##_scale(const float *x, float f, float *y, int n) { vec_scale(x, f, y, n); }            \
     TARGET static void isa##_scale_add(const float *x, float f, float *y, int n) { vec_scale_add(x, f, y, n); }    \
@@ -9403,9 +9512,9 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     .act_bytes = act_bytes, .act_pack = isa##_act_pack, .sgemm_add = isa##_sgemm_add, .dot = isa##_dot,             \
     .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul, .sigmoid_mul = isa##_sigmoid_mul, .tanh = isa##_tanh,     \
     .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3, .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, \
-    .rmsnorm = isa##_rmsnorm, .mul_add = isa##_mul_add, .scale = isa##_scale, .scale_add = isa##_scale_add,         \
-    .relu_add = isa##_relu_add, .delta_step = isa##_delta_step, .mamba_step = isa##_mamba_step, .amax = isa##_amax, \
-    .max = isa##_max
+    .rmsnorm = isa##_rmsnorm, .center = isa##_center, .mul_add = isa##_mul_add, .scale = isa##_scale,               \
+    .scale_add = isa##_scale_add, .relu_add = isa##_relu_add, .delta_step = isa##_delta_step,                       \
+    .mamba_step = isa##_mamba_step, .amax = isa##_amax, .max = isa##_max
 
 /* ============================================================================================================
  * CPU kernels: GEMM with integer activations
@@ -11279,9 +11388,23 @@ static void cpu_embed(struct rank *r, const struct step *s) {
     op_end(0, "embedding");
 }
 
-static void rmsnorm_rows(struct rank *r, enum act x, const float *w, enum act out) {
+/* y = (x - mean) / sqrt(variance + eps) * w + b over n values (LayerNorm, arXiv 1607.06450); b NULL: no bias. */
+static void layer_norm(const struct kernels *k, const float *x, const float *w, const float *b, float eps, float *y,
+                       int n) {
+    k->center(x, y, n);
+    k->rmsnorm(y, w, eps, y, n);
+    if (b) k->scale_add(b, 1, y, n);
+}
+
+/* y = the norm of a row of the residual, see enum norm. */
+static void norm_row(const struct rank *r, const float *x, const float *w, float *y, int n) {
+    if (r->m->norm == NORM_MEAN) layer_norm(r->cpu->k, x, w, NULL, r->m->rms_eps, y, n);
+    else r->cpu->k->rmsnorm(x, w, r->m->rms_eps, y, n);
+}
+
+static void norm_rows(struct rank *r, enum act x, const float *w, enum act out) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        r->cpu->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
+        norm_row(r, act_row(r, x, t), w, act_row(r, out, t), r->width[x]);
     op_end(0, "norm");
 }
 
@@ -11294,7 +11417,7 @@ static void stage_team_barrier(struct rank *r) {
 }
 
 /* Reads the deltas of the stage's ranks in their own memory, between two barriers. */
-static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+static void all_reduce_add_norm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     int n_rank = r->m->shard.n_rank, n = r->width[x];
     if (team_leads()) r->n_all_reduce++;
     stage_team_barrier(r);
@@ -11306,7 +11429,7 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
             for (int k = 1; k < n_rank; k++) sum += d[k][i];
             a[i] += sum;
         }
-        if (w) r->cpu->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
+        if (w) norm_row(r, a, w, act_row(r, out, t), n);
     }
     stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
     op_end(0, w ? "sum, norm" : "sum");
@@ -11490,16 +11613,15 @@ static void cpu_last_reduce(struct rank *r, const struct step *s) {
     if (r->m->n_res) blocks_end(r, s, !next);
     else if (r->m->hc_low) streams_add(r, s->partial, NULL, s->x);
     else if (s->hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
-    else if (s->partial != ACT_COUNT) all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
+    else if (s->partial != ACT_COUNT) all_reduce_add_norm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
 }
 
-/* in[0] = norm(input) if the step has a norm, see STEP_OPS. */
+/* in[0] = norm(input) if the step has a norm; without one the partial sums are added alone. See STEP_OPS. */
 static void norm_input(struct rank *r, const struct step *s) {
-    if (!s->norm) return;
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, false, s->norm, s->in[0]);
-    else if (s->partial == ACT_COUNT) rmsnorm_rows(r, s->x, s->norm, s->in[0]);
-    else all_reduce_add_rmsnorm(r, s->x, s->partial, s->norm, s->in[0]);
+    else if (s->partial == ACT_COUNT && s->norm) norm_rows(r, s->x, s->norm, s->in[0]);
+    else if (s->partial != ACT_COUNT) all_reduce_add_norm(r, s->x, s->partial, s->norm, s->in[0]);
 }
 
 /* ============================================================================================================
@@ -11645,7 +11767,7 @@ static void run_keep_hidden(struct rank *r, const struct step *s) {
         const int t = first + i, pos = r->pos + t + s->next;
         const float *from = act_row(r, s->x, t);
         float *to = mtp_hidden_row(r, pos, r->n_mtp_own && !prefill);
-        if (s->norm) r->cpu->k->rmsnorm(from, s->norm, r->m->rms_eps, to, r->m->n_embd);
+        if (s->norm) norm_row(r, from, s->norm, to, r->m->n_embd);
         else memcpy(to, from, bytes);
         if (t >= r->n_tok - n_own) memcpy(mtp_hidden_row(r, pos, true), to, bytes);
     }
@@ -12382,6 +12504,17 @@ static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
     return i && a->kv_replica ? 0 : r->cpu->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
 }
 
+static void cpu_clip(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const float most = layer->attn.clip;
+    const int n[3] = {layer->wq.n_out, layer->wk.n_out, layer->wv.n_out};
+    for (int i = team_first(3 * r->n_tok); i >= 0; i = team_next()) {
+        float *x = act_row(r, s->in[i % 3], i / 3);
+        for (int c = 0; c < n[i % 3]; c++) x[c] = fminf(fmaxf(x[c], -most), most);
+    }
+    op_end(0, "clip");
+}
+
 /* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
 static void cpu_qk_norm_rows(struct rank *r, const struct step *s) {
     const int il = s->il;
@@ -12520,16 +12653,6 @@ static void run_mla_attention(struct rank *r, const struct step *s) {
  * of one.
  * ============================================================================================================ */
 
-/* x = (x - mean) / sqrt(variance + eps) * w + b over n values (LayerNorm, arXiv 1607.06450). */
-static void layer_norm(float *x, const float *w, const float *b, float eps, int n) {
-    float mean = 0, square = 0;
-    for (int i = 0; i < n; i++) mean += x[i];
-    mean /= (float)n;
-    for (int i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean);
-    const float f = 1.0f / sqrtf(square / (float)n + eps);
-    for (int i = 0; i < n; i++) x[i] = (x[i] - mean) * f * w[i] + b[i];
-}
-
 /* The indexer's key of token pos before its mean: this forward's or a kept one. */
 static float *index_raw(const struct rank *r, int il, int pos) {
     const struct cache_tensor *ring = &r->cache[il][CACHE_INDEX_WINDOW];
@@ -12587,7 +12710,8 @@ static void index_store(struct rank *r, int il) {
         if (layer->mixer != MIXER_GQA) r->cpu->k->scale(w, score_scale, w, a->n_index);
         if (layer->mixer == MIXER_CSA) continue; /* csa_store has done the rest */
         float *key = act_row(r, A_IK, t);
-        if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
+        if (layer->index_norm_bias)
+            layer_norm(r->cpu->k, key, layer->index_norm, layer->index_norm_bias, 1e-6f, key, n);
         else if (!a->index_means) r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
         if (!a->index_means) rotate(key, c, s, dim);
         if (!index_by_block(a)) kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
@@ -14905,10 +15029,10 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act routed, enum
 }
 
 static void cpu_norm_ffn(struct rank *r, const struct step *s) {
-    if (s->norm) norm_input(r, s);
+    norm_input(r, s);
     const struct layer *layer = &r->m->layers[s->il];
     const bool parts = s->in[1] != ACT_COUNT;
-    if (parts) rmsnorm_rows(r, s->x, layer->router_norm, s->in[1]);
+    if (parts) norm_rows(r, s->x, layer->router_norm, s->in[1]);
     if (layer->n_expert && !s->dense) ffn_routed(r, s->il, s->in[0], s->in[parts], s->out[0]);
     else ffn_dense(r, s->il, s->dense, s->in[0], s->out[0]);
 }
@@ -14946,8 +15070,7 @@ static void logits_body(void *arg) {
     struct rank *r = a->r;
     const enum act x = a->norm ? A_H : A_X;
     for (int i = a->norm ? team_first(a->n) : -1; i >= 0; i = team_next())
-        r->cpu->k->rmsnorm(act_row(r, A_X, a->first + i), a->norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
-                           r->m->n_embd);
+        norm_row(r, act_row(r, A_X, a->first + i), a->norm, act_row(r, A_H, a->first + i), r->m->n_embd);
     team_barrier();
     const struct packed p = linear_pack(r, a->w, act_row(r, x, a->first), r->width[x], a->n);
     float *logits = rank_peer(r, 0)->cpu->logits + r->m->first_id;
@@ -15013,7 +15136,7 @@ enum { ALL_REDUCES_TIMED = 100 };
 
 static void all_reduces_body(void *arg) {
     struct rank *r = arg;
-    for (int k = 0; k < ALL_REDUCES_TIMED; k++) all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+    for (int k = 0; k < ALL_REDUCES_TIMED; k++) all_reduce_add_norm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
 static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
@@ -24378,7 +24501,8 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
                                     "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite, ling-flash-2,\n"
                                     "granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
-                                    "k-exaone-236b-a23b, trinity-mini, qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
+                                    "k-exaone-236b-a23b, trinity-mini, north-mini-code, dbrx-132b,\n"
+                                    "qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
                                     "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
                                     "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
                                     "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
@@ -30707,6 +30831,7 @@ enum decode_kernel {
     DECODE_NGRAM_GATE,
     DECODE_NGRAM_ADD,
     DECODE_LINEAR,
+    DECODE_CLIP,
     DECODE_ROW_NORM,
     DECODE_INDEX_STORE,
     DECODE_INDEX_SCORES,
@@ -30765,6 +30890,7 @@ static const struct {
     [DECODE_NGRAM_GATE] = {"k_ngram_gate", 1.0},     /* a latency of L2, and three sums over the block */
     [DECODE_NGRAM_ADD] = {"k_ngram_add", 0.8},       /* three latencies of L2, and a sigmoid */
     [DECODE_LINEAR] = {"k_gemv_linear", 0.4},        /* run: 0.2 to 1.0 */
+    [DECODE_CLIP] = {"k_clip", 0.4},                 /* a latency of L2 */
     [DECODE_ROW_NORM] = {"k_row_norm", 0.9},         /* three latencies of L2, and a sum over the block */
     [DECODE_INDEX_STORE] = {"k_index_store", 0.6},   /* a norm, and a rotation */
     [DECODE_INDEX_SCORES] = {"index_scores", 1.0},   /* two latencies of L2 for the queries, one of memory */
@@ -30871,7 +30997,7 @@ static bool launch_add_input(struct launches *k, const struct step *s, bool may_
     const bool own = m->shard.n_rank == 1 || s->partial == ACT_COUNT;
     const bool mixes = s->hc && s->x == A_X;
     const int width = s->x == A_QA ? m->max.q_lora : m->n_embd;
-    if (may_fuse && !mixes && gpu_norm_fuses(1, width, own)) return true;
+    if (may_fuse && !mixes && gpu_norm_fuses(m, 1, width, own)) return true;
     if (!mixes || !own) {
         const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
         k->list[at].reduces = !own;
@@ -30954,7 +31080,8 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     const bool beside = l->sh_up.data && (s->dense || !parts); /* sh_gate, sh_up and sh_down run */
     const double norm = parts && routed ? READS(&l->pre_ffw_norm_2, &l->router_norm) : READS(&l->ffn_norm);
     const double hc_bytes = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
-    const bool fuses = s->norm && launch_add_input(k, s, routed, hc_bytes);
+    const bool input = s->norm || s->partial != ACT_COUNT;
+    const bool fuses = input && launch_add_input(k, s, routed && s->norm, hc_bytes);
     k->router = -1;
     if (routed) {
         k->router =
@@ -31030,6 +31157,7 @@ static void launches_of(struct launches *k, const struct step *s) {
     case OP_linear:
     case OP_hc_linear:
     case OP_group_linear: launch_add_linear(k, s); break;
+    case OP_clip: launch_add(k, DECODE_CLIP, 0, 0); break;
     case OP_qk_norm_rows: {
         const int rows = launch_add(k, DECODE_ROW_NORM, READS(&l->q_norm, &l->k_norm), 0);
         k->list[rows].reduces = m->shard.n_rank > 1;
@@ -32385,8 +32513,8 @@ static void engine_load(struct engine *e, struct settings *set, bool synthetic) 
     else if (!set->model) model_missing(false);
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     if (e->model.n_unused)
-        note("'%.200s' has layers for multi-token prediction (%d) that are not used: no reference says which keys they "
-             "see",
+        note("'%.200s' has layers for multi-token prediction (%d) that are not used: moe has no reference for "
+             "them",
              e->model.name, e->model.n_unused);
     settings_resolve(set, &e->model);
 }

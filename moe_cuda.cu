@@ -10,8 +10,9 @@
  *   step                  decode (1 to 16 tokens)                    prefill (more tokens)
  *   embedding             k_embed                                    k_embed
  *   residual add, norm    in the kernel that reads it; several       k_add_norm, after k_to_bf16 and ncclAllReduce
- *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
- *                           also pushes and adds partial sums, or
+ *     and all-reduce        ranks, long rows, LayerNorm or parallel    or with the push
+ *                           feed-forwards: k_add_norm, which also
+ *                           pushes and adds partial sums, or
  *                           ncclAllGather
  *   norms of results      k_add_result, of parts of a feed-forward   the same; several ranks: k_add_norm before each
  *                           too
@@ -21,6 +22,7 @@
  *                           hyper-connections that are not of a low rank after k_hc_mix
  *     in the file alone     before them k_want_rows for each table, k_brought_rows
  *   linear                k_gemv_linear                              gemm_kernel
+ *   limits of q, k, v     k_clip                                     k_clip
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
  *                           also has the queries' products
@@ -727,7 +729,7 @@ __global__ void __launch_bounds__(256)
  * count.
  * A kernel that waits long tells the host for whom (WAIT_CODE). It waits on until the host tells it to abort: only the
  * host knows whether the program was merely suspended. After an abort no kernel waits any more.
- * The all-reduce itself: k_add_norm (below) pushes and adds; all_reduce_add_rmsnorm and all_reduce_by_nccl (in
+ * The all-reduce itself: k_add_norm (below) pushes and adds; all_reduce_add_norm and all_reduce_by_nccl (in
  * "Operations") call it or NCCL, as all_reduce_choose (in "Several GPUs") found faster.
  * ============================================================================================================ */
 
@@ -1039,6 +1041,17 @@ DEVICE float norm_factor(const float4 (&v)[VECS], int n, float eps) {
     UNROLL for (int u = 0; u < VECS; u++) ss = add_squares(v[u], ss);
     return rsqrtf(block_sum<NORM_THREADS>(ss) / (float)n + eps);
 }
+/* Takes the mean off the row in v. Its bits do not depend on VECS. */
+template <int VECS>
+DEVICE void norm_center(float4 (&v)[VECS], int n) {
+    float sum = 0;
+    UNROLL for (int u = 0; u < VECS; u++) sum += (v[u].x + v[u].y) + (v[u].z + v[u].w);
+    const float mean = block_sum<NORM_THREADS>(sum) / (float)n;
+    UNROLL for (int u = 0; u < VECS; u++)
+        if (4 * ((int)threadIdx.x + NORM_THREADS * u) < n)
+            v[u] = make_float4(v[u].x - mean, v[u].y - mean, v[u].z - mean, v[u].w - mean);
+    __syncthreads(); /* the sum is read; the next block_sum overwrites it */
+}
 DEVICE float4 norm_value(float4 v, float f, float4 w) {
     return make_float4(v.x * f * w.x, v.y * f * w.y, v.z * f * w.z, v.w * f * w.w);
 }
@@ -1093,6 +1106,7 @@ struct norm_args {
     float *sum;     /* (n_tok, n) x + partial; may be x */
     const void *partial; /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
     const float *weight; /* (n); NULL: add only */
+    bool centers;        /* the mean is taken off before the RMS norm: LayerNorm */
     float eps;
     int n, n_tok;
     uint16_t *h16;         /* (n_tok, n) result in halves */
@@ -1161,7 +1175,8 @@ DEVICE void all_reduce_end(const struct tp_rank &p, int n_tok) {
     if (n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&p.heartbeat->all_reduces = done;
 }
 
-/* sum = x + partial; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
+/* sum = x + partial; then, unless weight is NULL, h16 and h32 = RMS norm of the sum (centers: of its distance from the
+ * mean) times weight.
  * Grid: n_tok; PARTIAL_PUSHED: at most cuda.reduce_blocks: all blocks of all ranks on a GPU must be resident while they
  * wait, and an SM may hold only one. Block: 256. Each value is read once and held in registers; rows have up to 1024
  * VECS values. One token: 2 to 4 latencies of L2, about 2 us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the
@@ -1195,6 +1210,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
             *(float4 *)(a.sum + row + i) = v[u];
         }
         if (a.weight) {
+            if (a.centers) norm_center(v, n);
             const float f = norm_factor(v, n, a.eps);
             UNROLL for (int u = 0; u < VECS; u++) {
                 const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
@@ -4091,6 +4107,26 @@ DEVICE void cache_store(const struct cache_tensor &p, size_t at_row, int at, int
         if (fp8) row[at + k] = (uint8_t)f32_to_e4m3x2(x[i] * inv, 0);
         else ((uint16_t *)row)[at + k] = (uint16_t)f32_to_bf16x2(x[i], 0);
     }
+}
+
+/* Rows of queries, keys and values (0 to 2), whose values are limited. */
+struct clip_args {
+    float *x[3];      /* (n_tok, n) each */
+    size_t stride[3]; /* floats from row to row */
+    int n[3];         /* n % 4 == 0 */
+    float most;
+};
+
+/* x = clamp(x, -most, most). Grid: (ceil(largest n / 1024), n_tok, 3), block: 256. Some KB: latency. */
+__global__ void __launch_bounds__(256) k_clip(const __grid_constant__ struct clip_args a) {
+    const int which = (int)blockIdx.z, i = 4 * (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    if (i >= a.n[which]) return;
+    float4 *const at = (float4 *)(a.x[which] + (size_t)blockIdx.y * a.stride[which] + i);
+    auto clip = [&](float x) { return fminf(fmaxf(x, -a.most), a.most); };
+    const float4 v = *at;
+    *at = make_float4(clip(v.x), clip(v.y), clip(v.z), clip(v.w));
 }
 
 /* What k_row_norm does, bits. */
@@ -9186,6 +9222,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
     a.x = a.sum = x;
     a.partial = partial;
     a.weight = w;
+    a.centers = r->m->norm == NORM_MEAN;
     a.eps = r->m->rms_eps;
     a.n = n;
     a.n_tok = n_tok;
@@ -9193,7 +9230,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
     a.h32 = out == A_H ? c->x32[out] : NULL;
     return a;
 }
-static void rmsnorm_rows(struct rank *r, enum act x, const float *w, enum act out) {
+static void norm_slot(struct rank *r, enum act x, const float *w, enum act out) {
     struct norm_args a = norm_of(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
     add_norm<PARTIAL_OWN>(&a, (unsigned)r->n_tok, r->cuda->stream);
 }
@@ -9276,7 +9313,7 @@ static void all_reduce(struct rank *r, struct norm_args a, bool may_nccl) {
 }
 
 /* Adds the partial sums of all ranks to x, which gives `sum`, and norms that. A single rank adds its own. */
-static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act partial, const float *w, enum act out,
+static void all_reduce_add_norm(struct rank *r, enum act x, enum act partial, const float *w, enum act out,
                                    float *sum) {
     struct cuda *c = r->cuda;
     struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[partial], w, out);
@@ -9453,7 +9490,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     } else if (s->hc) {
         hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
     } else if (s->partial != ACT_COUNT) {
-        all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
+        all_reduce_add_norm(r, x, s->partial, NULL, A_H, first);
         if (r->cuda->x32[x] != first) r->cuda->x_second = r->cuda->x32[x], r->cuda->x32[x] = first;
     }
     if (last) return;
@@ -9616,7 +9653,7 @@ static struct l2_prefetch prefetch_of_mixer(struct rank *r, const struct step *s
 
 /* Whether the kernels that read the norm of x + partial make it themselves. */
 static bool norm_fuses(const struct rank *r, enum act x, enum act partial) {
-    return r->cuda->fuses_norms && gpu_norm_fuses(r->n_tok, r->width[x], rank_alone(r) || partial == ACT_COUNT);
+    return r->cuda->fuses_norms && gpu_norm_fuses(r->m, r->n_tok, r->width[x], rank_alone(r) || partial == ACT_COUNT);
 }
 
 /* The norm of x + partial, as such kernels take it. The sum becomes the slot's memory. */
@@ -9635,10 +9672,10 @@ static struct norm_input norm_input_of(struct rank *r, enum act x, enum act part
     return p;
 }
 
-/* h = norm(x + partial) * w; partial ACT_COUNT: of x alone. */
+/* x += partial, then h = norm(x) * w; partial ACT_COUNT: nothing is added; w NULL: nothing more. */
 static void norm_rows_of(struct rank *r, enum act x, enum act partial, const float *w, enum act h) {
-    if (partial == ACT_COUNT) rmsnorm_rows(r, x, w, h);
-    else all_reduce_add_rmsnorm(r, x, partial, w, h, r->cuda->x32[x]);
+    if (partial == ACT_COUNT) norm_slot(r, x, w, h);
+    else all_reduce_add_norm(r, x, partial, w, h, r->cuda->x32[x]);
 }
 
 /* The product of a matrix with the rows of a slot, in F32. */
@@ -9902,6 +9939,22 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     profile_next(shared ? keys * key + compressed * value : keys * (key + value), "%d keys", keys + compressed);
     attn_launch(&a, shared ? ATTN_CSA : shape.kv_lora ? ATTN_MLA : ATTN_GQA, r->n_tok > DECODE_MAX_TOKENS, c->stream);
     return a;
+}
+
+static void cuda_clip(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct weight *const w[3] = {&layer->wq, &layer->wk, &layer->wv};
+    struct clip_args a = {};
+    int most = 0;
+    for (int i = 0; i < 3; i++) {
+        a.x[i] = r->cuda->x32[s->in[i]];
+        a.stride[i] = (size_t)r->width[s->in[i]];
+        a.n[i] = w[i]->n_out;
+        most = max(most, a.n[i]);
+    }
+    a.most = layer->attn.clip;
+    profile_next(0, "%d values", a.n[0] + a.n[1] + a.n[2]); /* rows come from L2 */
+    LAUNCH_PDL(k_clip, dim3(ceil_div(most, 1024), (unsigned)r->n_tok, 3), 256, 0, r->cuda->stream, a);
 }
 
 /* Norms q and k as whole rows. With several ranks a decode forward needs one kernel, and more tokens an all-reduce
@@ -10940,7 +10993,7 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     else if (s->norm && decode && routed && norm_fuses(r, s->x, s->partial) && decode_group(r, s->il) == r->n_tok)
         norm = norm_input_of(r, s->x, s->partial, s->norm);
     else if (s->in[1] != ACT_COUNT) parts_norm(r, s, layer->router_norm);
-    else if (s->norm) norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
+    else if (s->norm || s->partial != ACT_COUNT) norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
     if (norm.x && s->in[1] != ACT_COUNT) norm.weight = layer->router_norm, norm.weight16 = s->norm;
     if (routed) moe_ffn(r, s, norm);
     else if (decode) ffn_decode(r, s->il, false, 0, 0, r->n_tok, s->in[0], s->out[0]);
@@ -11183,7 +11236,7 @@ static struct rates cuda_measure(struct rank *r) {
 /* Enqueues all-reduces of the batch's tokens. */
 static void all_reduces_run(struct rank *r, int runs) {
     for (int i = 0; i < runs && !r->cuda->failed; i++)
-        all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H, r->cuda->x32[A_X]);
+        all_reduce_add_norm(r, A_X, A_OUT, r->m->output_norm, A_H, r->cuda->x32[A_X]);
 }
 
 /* Returns the seconds of an all-reduce of n_tok tokens, by NCCL (nccl) or by our own kernel. 0: it cannot be
@@ -11862,7 +11915,7 @@ static void all_reduce_check(struct rank *r) {
         r->n_tok = 1;
         cuda_copy(r, r->act[A_X], x, bytes, what);
         cuda_copy(r, r->act[A_OUT], partial, bytes, what);
-        all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H, r->cuda->x32[A_X]);
+        all_reduce_add_norm(r, A_X, A_OUT, NULL, A_H, r->cuda->x32[A_X]);
         cuda_copy(r, x, r->act[A_X], bytes, what);
         if (!cuda_sync(r, what)) break;
         for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));

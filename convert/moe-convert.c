@@ -896,6 +896,7 @@ static struct checkpoint {
     const char *arch;                /* of GGUF */
     const char *prefix;              /* of every tensor name: "" or "language_model." */
     const char *body;                /* follows it in all names but the output matrix's, such as "model." */
+    const char *layers;              /* follows it in names of layers, before their numbers; NULL: "layers." */
     const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
     const char *pre;                 /* the pre-tokenizer, whatever tokenizer.json has; NULL: the one it has */
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
@@ -958,6 +959,7 @@ static struct checkpoint {
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
     bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
     bool transposed;                         /* fused experts are (E, cols, rows), the columns of gate before those of up */
+    bool flat_experts; /* stacks of experts are matrices, (E width, n_embd) of gate, of up and of down transposed */
     bool ungated;                            /* feed-forwards have no gate */
     const char *expert_gain;                 /* factors of the experts' results, in the table's words; NULL: none */
     bool own_values;                         /* layers without a window have a matrix of values */
@@ -973,6 +975,7 @@ static struct checkpoint {
     bool scaling_optional;                   /* that key may be missing */
 
     const char *eps_key;       /* what norms add to the mean square */
+    bool centers;              /* norms take off the mean */
     double eps;                /* the same where config.json does not say */
     double rope_theta, rotary; /* base and share of the rotation where it does not; rope_theta -1: it must */
     bool partial;              /* `rotary` may differ */
@@ -1145,7 +1148,7 @@ static const char *hf_name(int layer, const char *rest) {
     }
     if (src.mtp_halves) number = 2 * number + second;
     if (mtp) return fmt("%s%s%s%d.%s", src.prefix, mtp, src.mtp_bare ? "" : "layers.", number, rest);
-    if (layer >= 0) return fmt("%s%slayers.%d.%s", src.prefix, src.body, layer, rest);
+    if (layer >= 0) return fmt("%s%s%s%d.%s", src.prefix, src.body, src.layers ? src.layers : "layers.", layer, rest);
     return starts_with(rest, "model.") ? fmt("%s%s%s", src.prefix, src.body, rest + 6) : fmt("%s%s", src.prefix, rest);
 }
 
@@ -1606,6 +1609,13 @@ static struct tensor *find_fused(const char *x) {
     struct tensor *t = tensor_find(x);
     if (!t) t = tensor_find(fmt("%s.weight", x));
     if (!t) return NULL;
+    const size_t width = src.flat_experts ? size_of(src.width_key) : 0;
+    if (width && t->rank == 2 && t->shape[0] % width == 0) {
+        t->rank = 3;
+        t->shape[2] = t->shape[1];
+        t->shape[1] = width;
+        t->shape[0] /= width;
+    }
     if (t->rank != 3 || !t->bytes || !(is_float(t) || t->dtype == U8 || t->dtype == F8_E4M3))
         die("%s: expected BF16, F16, F32, NVFP4 (U8) or F8_E4M3 of rank 3, found %s", where(t), shape_text(t));
     return t;
@@ -1640,7 +1650,7 @@ static struct expert_source find_experts(int layer, bool up, bool down) {
     s.form = ROWS;
     if (s.w) return s;
     s.w = find_fused(hf_name(layer, s.hf));
-    if (s.w && (src.transposed || (src.interleaved && !src.by_rows))) s.form = COLUMNS;
+    if (s.w && (src.transposed || src.flat_experts || (src.interleaved && !src.by_rows))) s.form = COLUMNS;
     if (s.w) return s;
     s = (struct expert_source){.form = ROWS, .n_part = 1, .hf = up ? "mlp.experts.up_proj" : "mlp.experts.gate_proj"};
     if (!down) s.w = find_fused(hf_name(layer, s.hf));
@@ -1957,8 +1967,9 @@ static void leave_prediction(int first, const char *why) {
 /* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
  * form of names, and some lack the MTP layers that their config.json announces. */
 static void find_names(void) {
-    static const char *const bodies[] = {"model.", "model.language_model.",
-                                         "model.language_model.model.language_model.", "backbone.", "model.llm."};
+    static const char *const bodies[] = {
+        "model.",     "model.language_model.", "model.language_model.model.language_model.", "backbone.",
+        "model.llm.", "transformer."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
     if (tensor_find("language_model.model.norm.weight")) src.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++) {
@@ -2335,6 +2346,23 @@ static void config_level(const char *keys) {
                    "the same whole number for all layers");
         expect(src.cfg, key, json_array_size(list) >= (size_t)src.n_layer, fmt("%d numbers", src.n_layer));
         json_object_set(src.cfg.obj, key, json_array_get(list, 0));
+    }
+}
+
+/* Gives keys the names that most families have: pairs of such a name and where config.json has it, the name of a key or
+ * of one in an object. One with a question mark may be missing. */
+static void config_rename(const char *pairs) {
+    char key[64], path[64];
+    for (int n = 0; sscanf(pairs, " %63s %63s%n", key, path, &n) == 2; pairs += n) {
+        char *dot = strchr(path, '.'), *end = path + strlen(path) - 1;
+        const bool optional = *end == '?';
+        if (optional) *end = 0;
+        if (dot) *dot = 0;
+        const struct doc d = dot ? get_obj(src.cfg, fmt("%s", path)) : src.cfg;
+        const char *own = dot ? dot + 1 : path;
+        json_t *v = get(d, own);
+        expect(d, own, v || optional || get(src.cfg, key), "a value");
+        if (v) json_object_set(src.cfg.obj, key, v);
     }
 }
 
@@ -3293,6 +3321,63 @@ static const struct renaming afmoe_names[] = {{"post_attention_layernorm", "pre_
                                               {"mlp.gate", "mlp.router.gate", EVERYWHERE},
                                               {NULL, NULL, EVERYWHERE}};
 
+/* Reads the keys of Cohere's mixtures. In transformers a dense layer without a window is rotated if each dense layer
+ * has none, in llama.cpp always. */
+static void config_cohere2(void) {
+    struct doc c = src.cfg;
+    const char *by = get_str(c, "expert_selection_fn", "softmax"),
+               *joins = get_str(c, "shared_expert_combination_strategy", "average");
+    check_typed_windows();
+    config_leading_dense();
+    src.tied = get_bool(c, "tie_word_embeddings", true);
+    src.centers = !get(c, "rms_norm_eps");
+    if (src.centers) src.eps_key = "layer_norm_eps";
+    expect(c, "expert_selection_fn", one_of(by, "softmax sigmoid"), "softmax or sigmoid");
+    src.gating = strcmp(by, "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
+    if (src.gating == GATING_SOFTMAX) src.norm_key = ""; /* over the chosen experts */
+    expect(c, "shared_expert_combination_strategy", !src.n_shared || !strcmp(joins, "average"),
+           "average (GGUF files of cohere2moe have no other)");
+    for (int l = 0; l < src.first_dense; l++)
+        expect(c, "prefix_dense_sliding_window_pattern",
+               is_windowed(l) || get_int(c, "prefix_dense_sliding_window_pattern", 1, MAX_LAYERS, 1) == 1,
+               "1 (GGUF files of cohere2moe rotate the first dense layers)");
+}
+
+/* Writes what Cohere's mixtures multiply logits by. */
+static void put_cohere2(void) {
+    const double scale = get_num(src.cfg, "logit_scale", 0.0625);
+    expect(src.cfg, "logit_scale", scale > 0, "a number above 0");
+    kv_num(src.cfg, "logit_scale", scale, "logit_scale");
+}
+
+/* Reads the keys of DBRX. */
+static void config_dbrx(void) {
+    struct doc c = src.cfg, ffn = get_obj(c, "ffn_config"), act = get_obj(ffn, "ffn_act_fn");
+    expect(act, "name", !strcmp(get_str(act, "name", "silu"), "silu"), "\"silu\"");
+    expect(ffn, "moe_normalize_expert_weights", get_num(ffn, "moe_normalize_expert_weights", 1) == 1, "1");
+    src.qkv_chunks = 1;
+    src.centers = true;
+    src.eps_key = "layer_norm_eps";
+}
+
+/* Writes what DBRX limits queries, keys and values to; 0: nothing. */
+static void put_dbrx(void) { kv_num(src.cfg, "clip_qkv", get_num(src.cfg, "clip_qkv", 0), "attention.clamp_kqv"); }
+
+static const struct renaming dbrx_names[] = {{"self_attn.qkv_proj", "norm_attn_norm.attn.Wqkv", EVERYWHERE},
+                                             {"self_attn.o_proj", "norm_attn_norm.attn.out_proj", EVERYWHERE},
+                                             {"input_layernorm", "norm_attn_norm.norm_1", EVERYWHERE},
+                                             {"post_attention_layernorm", "norm_attn_norm.norm_2", EVERYWHERE},
+                                             {"mlp.gate", "ffn.router.layer", EVERYWHERE},
+                                             {"mlp.experts.gate_proj", "ffn.experts.mlp.w1", EVERYWHERE},
+                                             {"mlp.experts.up_proj", "ffn.experts.mlp.v1", EVERYWHERE},
+                                             {"mlp.experts.down_proj", "ffn.experts.mlp.w2", EVERYWHERE},
+                                             {"mlp.experts.*.gate_proj", "ffn.experts.mlp.w1_linear.*", EVERYWHERE},
+                                             {"mlp.experts.*.up_proj", "ffn.experts.mlp.v1_linear.*", EVERYWHERE},
+                                             {"mlp.experts.*.down_proj", "ffn.experts.mlp.w2_linear.*", EVERYWHERE},
+                                             {"model.embed_tokens", "model.wte", EVERYWHERE},
+                                             {"model.norm", "model.norm_f", EVERYWHERE},
+                                             {NULL, NULL, EVERYWHERE}};
+
 /* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
     json_t *list = get_list(src.cfg, "mlp_layer_types");
@@ -3865,6 +3950,7 @@ static const struct release {
     const char *(*kinds)(void); /* what src.kinds is, and what that decides; NULL: it is NULL */
     void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
     const char *act;      /* another name of hidden_act; NULL: there is none */
+    const char *names;    /* other names of keys, see config_rename; NULL: there are none */
     const char *level;    /* keys whose lists have one value, see config_level; NULL: there are none */
     const char *fixed;    /* keys that have one value, see check_fixed; NULL: there are none */
     struct checkpoint src; /* what all releases have in common; of what is 0 config_read has the default */
@@ -4040,6 +4126,21 @@ static const struct release {
              .shared_count = "num_shared_experts", .n_shared = 2, .router_bias = bias_name, .kv_optional = true,
              .norm_key = "", .norm_topk_prob = true, .scaling_factor = "route_scale", .scaling_optional = true,
              .eps = 1e-5}},
+    {.type = "cohere2_moe", .config = config_cohere2,
+     .src = {.arch = "cohere2moe", .is_dense = is_dense_leading, .leads = true, .is_windowed = is_windowed_typed,
+             .experts_key = "num_experts", .width_key = "intermediate_size",
+             .dense_key = "prefix_dense_intermediate_size", .shared_key = "intermediate_size",
+             .shared_count = "num_shared_experts", .shared_width = true, .kv_optional = true, .norm_topk_prob = true,
+             .mtp_key = "num_nextn_predict_layers", .mtp_why = "moe has no reference for it", .rope_theta = 10000,
+             .eps = 1e-5, .put = put_cohere2}},
+    {.type = "dbrx", .config = config_dbrx,
+     .names = "num_hidden_layers n_layers num_attention_heads n_heads hidden_size d_model max_position_embeddings "
+              "max_seq_len num_key_value_heads attn_config.kv_n_heads clip_qkv attn_config.clip_qkv? rope_theta "
+              "attn_config.rope_theta? num_local_experts ffn_config.moe_num_experts num_experts_per_tok "
+              "ffn_config.moe_top_k ffn_hidden_size ffn_config.ffn_hidden_size",
+     .src = {.arch = "dbrx", .renaming = dbrx_names, .layers = "blocks.", .is_dense = is_dense_never,
+             .experts_key = "num_local_experts", .width_key = "ffn_hidden_size", .flat_experts = true,
+             .norm_key = "", .norm_topk_prob = true, .eps = 1e-5, .put = put_dbrx}},
     {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
@@ -4171,6 +4272,7 @@ static void config_read(void) {
     if (!src.width_key) src.width_key = "moe_intermediate_size";
     if (!src.dense_key) src.dense_key = "intermediate_size";
     if (!src.kv_key) src.kv_key = "num_key_value_heads";
+    if (r->names) config_rename(r->names);
     src.kinds = r->kinds ? r->kinds() : NULL;
     src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16,
                                src.kinds ? (int64_t)strlen(src.kinds) : REQUIRED);
@@ -5592,7 +5694,8 @@ static void put_architecture(void) {
     kv_u32("embedding_length", size_of("hidden_size"));
     if (get(c, src.dense_key) && !src.kinds) kv_u32("feed_forward_length", size_of(src.dense_key));
     kv_u32("vocab_size", src.n_vocab);
-    kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps), "attention.layer_norm_rms_epsilon");
+    kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps),
+           src.centers ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon");
     put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
     if (src.experts_key) {
         kv_u32("expert_gating_func", src.gating);
@@ -6646,7 +6749,8 @@ static const struct manual manual = {
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
              "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
-             "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe, gpt_oss,\n"
+             "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe,\n"
+             "cohere2_moe, dbrx, gpt_oss,\n"
              "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
              "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
              "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"

@@ -43,7 +43,7 @@ static void test_cli_unused(void) {
     check_command(MOE_BIN " --info --synth k-exaone-236b-a23b:block_count=5,nextn_predict_layers=1,"
                           "attention.sliding_window_pattern=1:1:1:0 </dev/null | grep ^layers",
                   0, "layers        4 (1 dense), 0 for multi-token prediction\n",
-                  "(1) that are not used: no reference says which keys they see\n");
+                  "(1) that are not used: moe has no reference for them\n");
 }
 
 /* A model without experts: what is said of experts, and that options about them are idle. */

@@ -229,6 +229,7 @@ static void pair_in_step(struct rank *r, const struct step *s) {
     const bool streams = (r->m->n_res || pair_streams(r)) && s->x == A_X;
     if (s->x == ACT_COUNT) pair_in(r, s->in);
     else if (streams) pair_in(r, (const enum act[]){A_HC, A_MIX, s->partial, ACT_COUNT});
+    else if (!s->norm && s->in[0] != ACT_COUNT) pair_in(r, (const enum act[]){s->in[0], s->x, s->partial, ACT_COUNT});
     else pair_in(r, (const enum act[]){s->x, s->partial, ACT_COUNT});
 }
 
@@ -379,6 +380,13 @@ static void pair_out_row_norm(struct rank *r, const struct step *s) {
     pair_slot(r, "qk_norm_rows, k", s->il, s->in[1], a->n_head_kv * a->head_k, false);
 }
 
+static void pair_out_clip(struct rank *r, const struct step *s) {
+    const struct attn *a = &r->m->layers[s->il].attn;
+    pair_slot(r, "clip, q", s->il, s->in[0], a->n_head * a->head_k, false);
+    pair_slot(r, "clip, k", s->il, s->in[1], a->n_head_kv * a->head_k, false);
+    pair_slot(r, "clip, v", s->il, s->in[2], a->n_head_kv * a->head_v, false);
+}
+
 static void pair_in_mtp(struct rank *r, const struct step *s) {
     if (!pair_streams(r)) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
     cuda_test_mtp_hidden(pair.gpu, r->mtp_hidden, r->n_mtp_hidden * pair_hidden_width(r), false);
@@ -424,6 +432,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_rel_attention pair_out_rel(r, s->il, s->out[0])
 #define PAIR_IN_group_linear   pair_in_step(r, s)
 #define PAIR_OUT_group_linear  pair_out_group_linear(r, s->il, s->out[0])
+#define PAIR_IN_clip           pair_in_step(r, s)
+#define PAIR_OUT_clip          pair_out_clip(r, s)
 #define PAIR_IN_qk_norm_rows   pair_in_step(r, s)
 #define PAIR_OUT_qk_norm_rows  pair_out_row_norm(r, s)
 #define PAIR_IN_attention      pair_in_step(r, s)
@@ -869,6 +879,10 @@ static void test_cuda_operations(void) {
                                         "gemma4",
                                         "gemma4_nvfp4",
                                         "gemma4_dense",
+                                        "cohere2_moe",
+                                        "cohere2_moe_nvfp4",
+                                        "dbrx",
+                                        "dbrx_nvfp4",
                                         "qwen3_5_nvfp4",
                                         "qwen3_5_moe",
                                         "qwen3_5_moe_text",

@@ -4,15 +4,17 @@
 /* ---- norms ---- */
 
 /* Sums and norms of two rows of n values by a rank of several. What the others push is there already. base: there is an x;
- * partial, norm: the kernel adds, and norms. */
+ * partial, norm: the kernel adds, and norms; centers: it takes off the mean. */
 template <int SOURCE>
-static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bool norm, int blocks) {
+static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bool norm, int blocks,
+                         bool centers = false) {
     enum { TOKENS = 2 };
     const bool pushed = SOURCE == PARTIAL_PUSHED;
     const size_t count = TOKENS * (size_t)n, slots = pushed ? 2 * (size_t)ranks * ALLREDUCE_SLOT : 0;
     const size_t step = pushed ? (size_t)ALLREDUCE_SLOT : count; /* from a rank's partial to the next one's */
     const size_t first = slots / 2;                              /* of slots: the first sequence is odd */
-    const std::vector<float> x = random_floats((int)count, 1), w = random_floats(n, 1);
+    std::vector<float> x = random_floats((int)count, 1), w = random_floats(n, 1);
+    for (float &f : x) f += centers ? 3.0f : 0.0f;
     std::vector<float> own = random_floats((int)count, 1), all(first + (size_t)ranks * step + count);
     for (size_t k = 0; k < (size_t)ranks; k++)
         for (size_t i = 0; i < count; i++) all[first + k * step + i] = (float)normal();
@@ -28,7 +30,7 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
     gpu_array<uint32_t> came(std::vector<uint32_t>(flags, 1u)), went(std::vector<uint32_t>(flags, 0u));
     struct norm_args a = {};
     a.x = base ? x_d.p : NULL, a.sum = sum, a.weight = norm ? w_d.p : NULL, a.eps = 1e-6f, a.n = n, a.n_tok = TOKENS;
-    a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL;
+    a.centers = centers, a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL;
     a.p = {rank, ranks, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
     for (int k = 0; k < ranks && pushed; k++) a.slot[k] = k == rank ? all_d : sent, a.flag[k] = k == rank ? came : went;
     if (partial) a.partial = SOURCE == PARTIAL_BF16 ? (void *)bf16_d.p : SOURCE == PARTIAL_GATHERED ? all_d.p : own_d.p;
@@ -53,11 +55,14 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
         if (pushed && ranks > 1) bad += there[first + (size_t)rank * step + i] != own[i];
     }
     for (size_t t = 0; t < TOKENS && norm; t++) {
+        double mean = 0;
+        for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n && centers; i++) mean += (double)want[i] / n;
+        for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) want[i] = (float)((double)want[i] - mean);
         const double f = rms_factor(&want[t * (size_t)n], n);
         for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) {
             const double y = (double)want[i] * f * (double)w[i % (size_t)n];
             if (a.h32) e.add((double)normed[i], y);
-            bad += !(fabs((double)f16_to_f32(halves[i]) - y) <= 6e-4 * fabs(y) + 1e-7);
+            bad += !(fabs((double)f16_to_f32(halves[i]) - y) <= 6e-4 * fabs(y) + (centers ? 1e-6 : 1e-7));
         }
     }
     if (SOURCE != PARTIAL_OWN) bad += state.get()[CH_ALLREDUCE] != 1;
@@ -278,12 +283,45 @@ static void run_add_result(int n, bool norm, bool parts) {
            normed.nmse(), bad);
 }
 
+/* Limits of queries, keys and values of two tokens. */
+static void run_clip(int q, int kv) {
+    enum { TOKENS = 2, GAP = 4 };
+    const int n[3] = {q, kv, kv};
+    std::vector<std::vector<float>> x;
+    std::vector<gpu_array<float> *> owned;
+    struct clip_args a = {};
+    for (int i = 0; i < 3; i++) {
+        x.push_back(random_floats(TOKENS * (n[i] + GAP), 1));
+        owned.push_back(new gpu_array<float>(x[(size_t)i]));
+        a.x[i] = owned[(size_t)i]->p, a.n[i] = n[i], a.stride[i] = (size_t)(n[i] + GAP);
+    }
+    a.most = 0.75f;
+    owned[0]->arrive();
+    LAUNCH_PDL(k_clip, dim3(ceil_div(q, 1024), TOKENS, 3), 256, 0, test_stream, a);
+    finish("limits");
+    int bad = 0;
+    for (size_t i = 0; i < 3; i++) {
+        const std::vector<float> got = owned[i]->get();
+        for (size_t k = 0; k < got.size(); k++) {
+            const bool within = k % a.stride[i] < (size_t)n[i];
+            bad += got[k] != (within ? fminf(fmaxf(x[i][k], -a.most), a.most) : x[i][k]);
+        }
+        delete owned[i];
+    }
+    expect(!bad, "limits of %d and %d values: %d are others", q, kv, bad);
+}
+
 extern "C" void cuda_test_norms(void) {
     begin_test(21);
+    run_clip(1028, 64), run_clip(48, 16);
     static const int widths[] = {4088, 8184, 16376}; /* of each instance the most, less two threads' values */
     for (int n : widths) {
         for (int k = 0; k < 4; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
         run_add_norm<PARTIAL_OWN>(n, 1, 0, true, true, true, 1);
+        for (int k = 0; k < 2; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k, true, 1 + k, true);
+        run_add_norm<PARTIAL_BF16>(n, 2, 0, true, true, true, 1, true);
+        run_add_norm<PARTIAL_GATHERED>(n, 2, 1, true, true, true, 2, true);
+        run_add_norm<PARTIAL_PUSHED>(n, 2, 1, true, true, true, 1, true);
         for (int k = 1; k < 4; k++) run_add_norm<PARTIAL_BF16>(n, 2, 0, k & 1, true, k & 2, k == 2 ? 1 : k);
         for (int ranks : {1, 2, 3, 15})
             run_add_norm<PARTIAL_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 1 + ranks % 2);

@@ -435,6 +435,9 @@ static void test_kernels_vectors(void) {
                 for (int t = 0; t < n; t++)
                     CHECK(fabsf(a[t] - b[t]) <= 1e-6f * fabsf(b[t]), "%s: rmsnorm of %d", k->name, n);
             }
+            k->center(w, a, n), kernels_ref.center(w, b, n);
+            for (int t = 0; t < n; t++)
+                CHECK(fabsf(a[t] - b[t]) <= 1e-6f * fabsf(w[t]) + 1e-6f, "%s: center of %d", k->name, n);
             const double dot = (double)k->dot(w, w, n), ref = (double)kernels_ref.dot(w, w, n);
             CHECK(fabs(dot - ref) <= 1e-6 * ref, "%s: dot of %d: %g, not %g", k->name, n, dot, ref);
             CHECK(k->amax(w, n) == kernels_ref.amax(w, n), "%s: amax of %d", k->name, n);

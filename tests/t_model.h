@@ -444,6 +444,13 @@ static void test_fixtures_factors(void) {
     check_fixture("granitemoehybrid_rope", NULL);
 }
 
+static void test_fixtures_means(void) {
+    check_fixture("cohere2_moe", NULL);
+    check_fixture("cohere2_moe_nvfp4", NULL);
+    check_fixture("dbrx", NULL);
+    check_fixture("dbrx_nvfp4", NULL);
+}
+
 static void test_fixtures_hunyuan(void) {
     check_fixture("hunyuan_v1_moe", NULL);
     check_fixture("hunyuan_v1_moe_nvfp4", NULL);
@@ -1988,6 +1995,7 @@ static void test_cpu_profile(void) {
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                        \
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-windows", test_fixtures_windows}, {"model/fixtures-factors", test_fixtures_factors},          \
+        {"model/fixtures-means", test_fixtures_means},\
         {"model/fixtures-mellum", test_fixtures_mellum},\
         {"model/fixtures-deepseek-v2", test_fixtures_deepseek_v2},\
         {"model/fixtures-ling1", test_fixtures_ling1},\

@@ -31,7 +31,8 @@ static const char *const rank_fixtures[] = {
     "deepseek_v2", "deepseek_v2_nvfp4", "deepseek_moe", "deepseek_moe_nvfp4",
     "bailing_moe", "bailing_moe_nvfp4",
     "solar_open", "solar_open_nvfp4",
-    "granitemoe_swa", "granitemoe_swa_nvfp4"};
+    "granitemoe_swa", "granitemoe_swa_nvfp4",
+    "cohere2_moe",   "cohere2_moe_nvfp4",   "dbrx",              "dbrx_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

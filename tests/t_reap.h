@@ -667,7 +667,7 @@ static void check_reap_model(const char *name, int keep) {
         if (layer->expert_ids) CHECK(less->n_expert == layer->n_expert, "%s: layer %d has lost experts", name, il);
         if (!layer->n_expert || layer->expert_ids || !CHECK(less->retained, "%s: layer %d", name, il)) continue;
         for (int i = 0; i < 2; i++) {
-            if (i ? !*bias[i] : all.gating == GATING_SIGMOID) continue;
+            if (i ? !*bias[i] : all.gating == GATING_SIGMOID && layer->router_bias) continue;
             float *b = xmalloc((size_t)layer->n_expert * sizeof *b);
             for (int e = 0, k = 0; e < layer->n_expert; e++) {
                 const bool stays = k < less->n_expert && less->retained[k] == e;
@@ -744,6 +744,9 @@ static void test_reap_model(void) {
              {"exaone_moe", 5},
              {"afmoe", 5},
              {"afmoe_nvfp4", 4},
+             {"cohere2_moe", 5},
+             {"cohere2_moe_nvfp4", 4},
+             {"dbrx", 5},
              {"kimi_linear", 5},
              {"kimi_linear_nvfp4", 4},
              {"bailing_hybrid_ct", 4},
@@ -1418,6 +1421,8 @@ static void test_reap_directory(void) {
                                        {"sarvam_moe_nvfp4", "--keep 4"},
                                        {"exaone_moe", "--keep 5"},
                                        {"afmoe_nvfp4", "--keep 4"},
+                                       {"cohere2_moe", "--keep 5"},
+                                       {"cohere2_moe_nvfp4", "--keep 4"},
                                        {"gpt_oss", "--keep 5"},
                                        {"gpt_oss_bf16", "--keep 3"},
                                        {"minimax_m2_fp8", "--keep 3"},

@@ -79,6 +79,8 @@ static void test_store_bits(void) {
                                         "hunyuan_v1_moe",
                                         "granitemoe",
                                         "afmoe_nvfp4",
+                                        "cohere2_moe",
+                                        "dbrx_nvfp4",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

@@ -481,7 +481,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "cohere2_moe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
                     "solar_open"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
@@ -493,7 +493,7 @@ def rules(config, layer):
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=swiglu, shared_activation=swiglu, after=None, scaling=head ** -0.5, residual=1, mixer="self_attn.",
-             joined=False, out="o_proj", groups=(1, 1), gates="g_proj", before=None, mamba=False)
+             joined=False, out="o_proj", groups=(1, 1), gates="g_proj", before=None, mamba=False, parallel=False, share=1)
     if kind in dense:
         r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
                   rope={**rope, **config.get("rope_parameters", {})})
@@ -532,6 +532,11 @@ def rules(config, layer):
                   score="sigmoid", router="router.gate", bias="expert_bias", scale=config["route_scale"], gate=sigmoid,
                   gates="gate_proj", before="pre_mlp_layernorm", after=("post_attention_layernorm", "post_mlp_layernorm"),
                   shared="mlp.shared_experts.", sparse=layer >= config["num_dense_layers"])
+    if kind == "cohere2_moe":
+        dense = layer < config["first_k_dense_replace"]
+        r |= dict(turned=head if windowed or dense else 0, rope={**rope, **config.get("rope_parameters", {})}, pairs=True,
+                  score="sigmoid" if config["expert_selection_fn"] == "sigmoid" else "chosen", sparse=not dense,
+                  shared="mlp.shared_experts.", share=0.5, parallel=True)
     if kind.startswith("granitemoe"):
         r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
                   score="chosen", names="linear", scaling=config["attention_multiplier"],
@@ -713,7 +718,7 @@ def feed_forward(W, r, x, p):
         h = r["activation"](x[token] @ gate.T + gate_bias, x[token] @ up.T + up_bias)
         y[token] += weight[token, slot, None] * (h @ down.T + down_bias)
     if r["shared"]:
-        y += (ffn(W, x, layer + r["shared"], r["shared_activation"])
+        y = r["share"] * y + r["share"] * (ffn(W, x, layer + r["shared"], r["shared_activation"])
               * (sigmoid(linear(W, x, p + r["shared_gate"])) if r["shared_gate"] else 1))
     return y
 
@@ -1456,6 +1461,8 @@ def prefix(W):
 
 
 def norm(W, config, x, name):
+    if "layer_norm_eps" in config and not config["rms_norm_eps"]:
+        return layer_norm(x, W.get(name), 0, config["layer_norm_eps"])
     eps = next(config[k] for k in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon") if k in config)
     return rms(x, W.get(name) + centred(config), eps)
 
@@ -1465,6 +1472,8 @@ def block(W, config, x, p, layer):
     if r := rules(config, layer):
         after = lambda y, i: norm(W, config, y, f"{p}{r['after'][i]}.weight") if r["after"] else y * r["residual"]
         h = norm(W, config, x, p + "input_layernorm.weight")
+        if r["parallel"]:
+            return x + attention(W, config, r, h, p + r["mixer"]) + feed_forward(W, r, h, p)
         x = x + after(mamba(W, granite_mamba(config), h, p + "mamba.") if r["mamba"] else
                       attention(W, config, r, h, p + r["mixer"]), 0)
         before = r["before"] or next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
@@ -1569,6 +1578,43 @@ def gemma4_trunk(W, config, ids):
     return norm(W, config, x, prefix(W) + "norm.weight")
 
 
+def dbrx_experts(W, config, x, p):
+    """The experts of DBRX, whose matrices stand one below the other, those of down transposed, or are linear layers."""
+    experts, k = config["ffn_config"]["moe_num_experts"], config["ffn_config"]["moe_top_k"]
+    score = softmax(linear(W, x, p + "router.layer"))
+    best = np.argsort(-score, -1)[:, :k]
+    weight = np.take_along_axis(score, best, -1)
+    weight = weight / weight.sum(-1, keepdims=True)
+    y = np.zeros_like(x)
+    for e in range(experts):
+        token, slot = np.nonzero(best == e)
+        if W.has(p + "experts.mlp.w1"):
+            gate, up, down = (np.split(W.get(f"{p}experts.mlp.{c}"), experts)[e] for c in ("w1", "v1", "w2"))
+        else:
+            gate, up, down = (W.get(f"{p}experts.mlp.{c}_linear.{e}.weight") for c in ("w1", "v1", "w2"))
+            down = down.T
+        y[token] += weight[token, slot, None] * (swiglu(x[token] @ gate.T, x[token] @ up.T) @ down)
+    return y
+
+
+def dbrx_trunk(W, config, ids):
+    """The rows after the final norm of DBRX."""
+    attn, heads, d = config["attn_config"], config["n_heads"], config["d_model"] // config["n_heads"]
+    named = lambda x, name: layer_norm(x, W.get(name + ".weight"), 0, 1e-5)
+    x = W.get("transformer.wte.weight")[ids]
+    rope = {"rope_theta": attn["rope_theta"]}
+    cos, sin, _ = rope_tables({"rope_parameters": rope}, len(ids), d)
+    for layer in range(config["n_layers"]):
+        p = f"transformer.blocks.{layer}.norm_attn_norm."
+        qkv = np.clip(linear(W, named(x, p + "norm_1"), p + "attn.Wqkv"), -attn["clip_qkv"], attn["clip_qkv"])
+        q, k, v = (t.reshape(len(ids), -1, d)
+                   for t in np.split(qkv, [heads * d, (heads + attn["kv_n_heads"]) * d], -1))
+        q, k = (turn_halves(t, cos[:, None], sin[:, None]) for t in (q, k))
+        x = x + linear(W, attend(q, k, v, d ** -0.5), p + "attn.out_proj")
+        x = x + dbrx_experts(W, config, named(x, p + "norm_2"), f"transformer.blocks.{layer}.ffn.")
+    return named(x, "transformer.norm_f")
+
+
 def embedding(W):
     """The name of the embedding."""
     return prefix(W) + ("word_embeddings.weight" if W.has(prefix(W) + "word_embeddings.weight")
@@ -1578,7 +1624,7 @@ def embedding(W):
 def head(W, config):
     if config["model_type"] in ("deepseek_v4", "deepseek_v41_text"):
         return W.get("head.weight")
-    if config["model_type"] in ("nemotron_h", "qwen4_exp_text"):
+    if config["model_type"] in ("nemotron_h", "qwen4_exp_text", "dbrx"):
         return W.get("lm_head.weight")
     if config["model_type"].startswith("inkling2"):
         return W.get("model.llm.unembed.weight")
@@ -1613,6 +1659,8 @@ def trunk(W, config, ids):
         return glm5_trunk(W, config, ids)
     if config["model_type"] == "qwen4_exp_text":
         return qwen4_trunk(W, config, ids)
+    if config["model_type"] == "dbrx":
+        return dbrx_trunk(W, config, ids)
     if config["model_type"] == "gemma4_text":
         return gemma4_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
@@ -1672,9 +1720,11 @@ def check(folder):
     config, W = text_part(json.loads((folder / "config.json").read_text())), Weights(folder)
     if config["model_type"] == "nemotron_h":
         config.setdefault("num_hidden_layers", len(nemotron_kinds(config)))
+    if "n_layers" in config:
+        config["num_hidden_layers"] = config["n_layers"]
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
-    logits = hidden @ head(W, config).T / config.get("logits_scaling", 1)
+    logits = hidden @ head(W, config).T / config.get("logits_scaling", 1) * config.get("logit_scale", 1)
     if config.get("final_logit_softcapping"):
         logits = np.tanh(logits / config["final_logit_softcapping"]) * config["final_logit_softcapping"]
     errors = [nmse(logits, folder / "logits.f32")]

@@ -374,6 +374,33 @@ def afmoe(kinds, **changes):
             "topk_group": 1, "vocab_size": VOCAB, **changes}
 
 
+def cohere2(kinds, **changes):
+    """config.json of Command A+ and its kin.  kinds: L for a layer with a window, G for one without."""
+    return {"architectures": ["Cohere2MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "dtype": "bfloat16", "eos_token_id": IM_END, "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1,
+            "head_dim": 64, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 64,
+            "layer_norm_eps": 1e-5, "layer_types": [{"L": "sliding", "G": "full"}[k] + "_attention" for k in kinds],
+            "logit_scale": 0.625, "max_position_embeddings": 4096, "model_type": "cohere2_moe", "norm_topk_prob": True,
+            "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": len(kinds),
+            "num_key_value_heads": 2, "num_shared_experts": 1, "pad_token_id": EOT,
+            "prefix_dense_intermediate_size": 192, "prefix_dense_sliding_window_pattern": 1, "rms_norm_eps": None,
+            "rope_scaling": None, "rope_theta": 50000, "shared_expert_combination_strategy": "average",
+            "sliding_window": 8, "sliding_window_pattern": 4, "tie_word_embeddings": True, "vocab_size": VOCAB,
+            **changes}
+
+
+def dbrx(attention, ffn, **changes):
+    """config.json of DBRX.  attention, ffn: changes of its two objects."""
+    return {"architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "d_model": 64, "emb_pdrop": 0.0,
+            "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500000, **attention},
+            "eos_token_id": IM_END, "ffn_config": {
+                "ffn_hidden_size": 64, "moe_jitter_eps": 0.01, "moe_loss_weight": 0.05, "moe_num_experts": 8,
+                "moe_top_k": 3, **ffn},
+            "initializer_range": 0.02, "max_seq_len": 4096, "n_heads": 4, "n_layers": 2, "output_router_logits": False,
+            "pad_token_id": EOT, "resid_pdrop": 0.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -910,6 +937,8 @@ def text_config(config):
     """The part of a configuration that describes the language model, in the words of most families too."""
     outer = {k: config[k] for k in ("model_type", "tie_word_embeddings")}
     text = {**outer, **config.get("text_config", config)}
+    if text["model_type"] == "dbrx":
+        text |= {"hidden_size": text["d_model"], "num_experts_per_tok": text["ffn_config"]["moe_top_k"]}
     return {**text, **{other: text[k] for k, other in ALIASES.items() if k in text}}
 
 
@@ -1280,6 +1309,20 @@ SPECS = {
                               num_experts_per_tok=2, moe_intermediate_size=128, routed_scaling_factor=1.5),
                         rope_type="default", rope_theta=500000.0),
         declare="modelopt", store=[(EXPERTS, "nvfp4")]),
+    "cohere2_moe": dict(config=cohere2("GLG", logit_scale=4.5), quiet="embed_tokens"),
+    "cohere2_moe_nvfp4": dict(
+        config=new_rope(cohere2("LG", hidden_size=128, num_attention_heads=3, num_key_value_heads=1, sliding_window=20,
+                                num_experts=6, num_experts_per_tok=2, expert_selection_fn="softmax", rms_norm_eps=1e-6,
+                                first_k_dense_replace=0, num_shared_experts=2, logit_scale=1.5,
+                                tie_word_embeddings=False),
+                        rope_type="default", rope_theta=10000.0),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "dbrx": dict(config=dbrx({}, {}, d_model=128, n_heads=2), loud=r"mlp\.w2$"),
+    "dbrx_nvfp4": dict(
+        config=new_rope(dbrx({"clip_qkv": 1.25, "kv_n_heads": 1, "rope_theta": 10000},
+                             {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 2}, d_model=192, n_heads=3),
+                        rope_type="default", rope_theta=10000.0),
+        declare="modelopt_experts", store=[(r"_linear\.", "nvfp4")], loud="w2_linear"),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1520,16 +1563,16 @@ def draw(fixture, name, shape, tied, centred):
         return (0.2 / math.sqrt(shape[1]) * x).astype(np.float32)
     if "l2_clip.scale" in name:
         return (1 + 0.2 * x).astype(np.float32)
-    if "norm" in name:
+    if "norm" in name.replace("norm_attn_norm.attn", ""):
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
     if len(shape) == 1 or name.endswith(("_bias", "ape")):
         return x.astype(np.float32)
-    if "embed_tokens" in name or name == "embed.weight" or name.endswith((
+    if "embed_tokens" in name or ".wte." in name or name == "embed.weight" or name.endswith((
             ".embeddings.weight", "word_embeddings.weight", "ngram_embedding.weight")):
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
-            "conv1d": 1.5, "out_proj": 2, "router": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5, "Wqkv": 1.25,
             "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3, "input_mix_weight_down": 8,
             "input_linear": 1.5, "output_linear": 2, "layer": 2, "input_mix_weight_up": 4, "block_inject_weight": 5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
@@ -1798,6 +1841,9 @@ def reference_config(config):
     if kind in ("bailing_moe_v2", "sarvam_moe"):  # the implementation of Sarvam
         config = {"partial_rotary_factor": 1.0, **config, "architectures": ["Glm4MoeForCausalLM"],
                   "n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    if kind == "dbrx":  # transformers has the base elsewhere
+        rope = {"rope_type": "default", "rope_theta": config["attn_config"]["rope_theta"]}
+        config = {**config, "rope_parameters": rope}
     if kind == "bailing_hybrid":  # the releases' own code rotates the whole of the part
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         config = {**config, "architectures": ["BailingHybridForCausalLM"], "rope_parameters": rope,
@@ -1844,7 +1890,15 @@ def make_model(config):
 
 def decoder(model):
     """The stack of layers, in the models that have a vision tower too."""
+    if hasattr(model, "transformer"):
+        return model.transformer
     return getattr(model.model, "language_model", model.model)
+
+
+def layers_of(model):
+    """Its layers."""
+    stack = decoder(model)
+    return stack.blocks if hasattr(stack, "blocks") else stack.layers
 
 
 def give(module, leaf, value):
@@ -1894,6 +1948,12 @@ def fill(model, config, checkpoint, kept, flat=False):
                 torch.cat([checkpoint.put(n, shape, old) for n, old in zip(names(i), names(original))])
                 for i, original in enumerate(rows or range(len(value)))])
             module.num_experts = len(new)
+        elif path.endswith(".ffn.experts.mlp") and checkpoint.rules:  # of quantized releases: each a linear layer
+            experts = config["ffn_config"]["moe_num_experts"]
+            shape = value.shape[0] // experts, value.shape[1]
+            each = [checkpoint.put(f"{path}.{leaf}_linear.{i}.weight", shape[::-1] if leaf == "w2" else shape)
+                    for i in range(experts)]
+            new = torch.cat([x.T if leaf == "w2" else x for x in each])
         elif path.endswith(".self_attn.conv1d"):
             new = put_taps(checkpoint, hub_name(config, name), value.shape, flat)
         elif leaf == "A_log" and flat:
@@ -2383,7 +2443,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
-            "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
+            "dbrx", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -2436,13 +2496,14 @@ def router(mlp):
 
 def feed_forward(layer):
     """That of a layer; of Nemotron-3 whatever the layer is."""
-    if hasattr(layer, "block_sparse_moe"):
-        return layer.block_sparse_moe
+    for name in ("block_sparse_moe", "ffn"):
+        if hasattr(layer, name):
+            return getattr(layer, name)
     return layer.mixer if hasattr(layer, "mixer") else layer if hasattr(layer, "router") else layer.mlp
 
 
 def moe_layers(model):
-    return [layer for layer in decoder(model).layers if router(feed_forward(layer))]
+    return [layer for layer in layers_of(model) if router(feed_forward(layer))]
 
 
 def assert_layer_types(model, config):
@@ -2474,7 +2535,8 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
              if name in config)
     k = k[0] if isinstance(k, list) else k
     gap = torch.full((len(logits),), math.inf)
-    if config["model_type"].startswith("granitemoe") or config["model_type"] in ("gpt_oss", "gemma4_text"):  # some give the softmax
+    if config["model_type"].startswith("granitemoe") or config["model_type"] in (
+            "gpt_oss", "gemma4_text", "cohere2_moe", "dbrx"):  # some give the softmax
         score = logits
     elif bias is None:
         score = logits.softmax(-1)
@@ -2494,7 +2556,7 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
 
 def checked_route(mlp, config, output):
     """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
-    logits, _, chosen = output
+    logits, _, chosen = (output, *mlp.route_tokens_to_experts(output)) if config["model_type"] == "dbrx" else output
     bias = next((b for name, b in (*mlp.named_buffers(), *mlp.named_parameters())
                  if name.endswith(("e_score_correction_bias", "expert_bias"))), None)
     mine, gap = route(config, bias, logits)
@@ -2709,7 +2771,7 @@ def run(model, config, ids, whole=True):
 
     hooks = [router(mlp).register_forward_hook(lambda _, __, output, mlp=mlp: hook(mlp, output))
              for mlp in map(feed_forward, moe_layers(model))]
-    indexer_gaps, unhook = watch_indexers(decoder(model).layers)
+    indexer_gaps, unhook = watch_indexers(layers_of(model))
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     for h in hooks:
         h.remove()
@@ -2765,7 +2827,7 @@ def choose_prompt(model, config, positions, mtp, least, ends):
     whose greedy continuation is neither monotonous nor a near-tie.  In a long prompt some decision is always
     close; there the token that makes it is drawn anew.  mtp: gives the gaps of the MTP layer for a prompt, which
     then count as well, or None.  least: the gap of choose_indexed_prompt().  ends: as in SPECS."""
-    if any(indexer(layer) for layer in decoder(model).layers):
+    if any(indexer(layer) for layer in layers_of(model)):
         return choose_indexed_prompt(model, config, positions, mtp, least, ends)
     ranked = []
     for seed in range(PROMPTS_TRIED if positions <= POSITIONS else 6):
