@@ -6757,7 +6757,8 @@ static const struct manual manual = {
              "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
              "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
-             "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
+             "BF16, or FP8 stays with --backbone fp8. BF16, F16 and F32 are kept. Norms and\n"
+             "routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
     .exit_codes = "0 done, 1 failed, 2 wrong usage",
     .options = options,
