@@ -62,6 +62,7 @@
  *   Families: DeepSeek-V4                            240  the same
  *   Families: gated delta nets                       200  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
+ *   Families: short convolutions                      40  the same of LFM2
  *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: n-grams                                150  the same of Qwen3.8-Flash-Next
  *   Families: the forward                            280  the forward of all. START HERE
@@ -1187,8 +1188,9 @@ static inline float attn_temperature(const struct attn *a, int pos) {
     return 1 + a->temp_scale * logf(1 + (float)(pos / a->temp_length));
 }
 
-/* Shape of a layer's recurrent mixer, a gated delta net or Mamba-2. A group of Mamba-2 is a key head, whose key is B
- * and whose query is C; a head of Mamba-2 is a value head, whose value is x. In a shard n_key and n_value count the
+/* Shape of a layer's recurrent mixer, a gated delta net or Mamba-2, or of its gated convolution. A group of Mamba-2 is
+ * a key head, whose key is B and whose query is C; a head of Mamba-2 is a value head, whose value is x. A gated
+ * convolution has n_key = n_value heads of head_v channels, and head_k is 0. In a shard n_key and n_value count the
  * rank's own heads. Value heads are in grouped order (Hugging Face's, value head j uses key head j / (n_value / n_key))
  * or in tiled order (of files of qwen35moe, j uses key head j % n_key). */
 struct delta {
@@ -1221,6 +1223,7 @@ enum mixer {
     MIXER_CSA,   /* one KV head whose keys are its values, seen through a window and compressed (DeepSeek-V4) */
     MIXER_DELTA, /* a gated delta net */
     MIXER_MAMBA, /* Mamba-2 */
+    MIXER_CONV,  /* a short convolution between two gates (LFM2) */
     MIXER_REL,   /* grouped-query attention with a bias by distance, and short convolutions (Inkling 2) */
     MIXER_NONE   /* nothing: the layer is a feed-forward alone */
 };
@@ -1238,6 +1241,7 @@ enum qk_norm {
     X(MLA, l->mixer == MIXER_MLA)                                                     \
     X(CSA, l->mixer == MIXER_CSA)                                                     \
     X(MAMBA, l->mixer == MIXER_MAMBA)                                                 \
+    X(CONV, l->mixer == MIXER_CONV)                                                   \
     X(ATTN_NORM, l->mixer != MIXER_NONE && l->mixer != MIXER_REL && !m->hc_low)       \
     X(REL, l->mixer == MIXER_REL)                                                     \
     X(REL_WINDOW, l->mixer == MIXER_REL && l->attn.window)                            \
@@ -1443,7 +1447,8 @@ struct layer {
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
     /* gated delta net and Mamba-2, K = n_key * head_k, V = n_value * head_v; wq, wk (K, n_embd), wv (V, n_embd), wo
-     * (n_embd, V); of Mamba-2 wq, wk and wv have the rows of C, B and x */
+     * (n_embd, V); of Mamba-2 wq, wk and wv have the rows of C, B and x; of a gated convolution wk, wz and wv those of the
+     * gate of its input, of the gate of its result, and of what they gate, V each */
     struct delta delta;
     struct weight wz;                  /* (n_value * head_v, n_embd or low) gates of the result */
     struct weight w_alpha, w_beta;     /* (n_value * n_decay, n_embd or low), (n_value, n_embd); Mamba-2: w_alpha gives
@@ -1549,6 +1554,7 @@ enum dim {
     DIM_KEYS,       /* n_key */
     DIM_GROUP,      /* n_value / n_key * head_v */
     DIM_MAMBA_IN,   /* 2 n_value * head_v + 2 n_key * head_k + n_value */
+    DIM_CONV_IN,    /* 3 n_value * head_v */
     /* of attention with a bias by distance, and blocks of layers */
     DIM_TAPS,     /* attn.n_conv */
     DIM_KV_TAPS,  /* n_head_kv * attn.n_conv */
@@ -1720,6 +1726,12 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("ssm_dt.bias",           "mamba.dt_bias",                dt_bias,     VALUES,            HAS_MAMBA),
     VECTORS("ssm_norm.weight",      "mamba.norm",                   delta_norm,  GROUP,   KEYS,              HAS_MAMBA),
     MATRIX("ssm_out",               "mamba.out_proj",               wo,          VALUE,   EMBD,     ONE,     HAS_MAMBA),
+    {"shortconv.in_proj", "conv.in_proj", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_CONV_IN, DIM_ONE, HAS_CONV, false},
+    MATRIX(NULL,                    NULL,                           wk,          EMBD,    VALUE,    ONE,     HAS_CONV),
+    MATRIX(NULL,                    NULL,                           wz,          EMBD,    VALUE,    ONE,     HAS_CONV),
+    MATRIX(NULL,                    NULL,                           wv,          EMBD,    VALUE,    ONE,     HAS_CONV),
+    VECTORS("shortconv.conv.weight", "conv.conv",                   conv,        CONV,    MIX,               HAS_CONV),
+    MATRIX("shortconv.out_proj",    "conv.out_proj",                wo,          VALUE,   EMBD,     ONE,     HAS_CONV),
     VECTOR("attn_norm.weight",      "attn_norm",                    attn_norm,   EMBD,              HAS_REL_WINDOW),
     VECTOR("attn_norm.weight",      "q_input_norm",                 attn_norm,   EMBD,              HAS_REL_FULL),
     VECTOR("attn_norm_k.weight",    "k_input_norm",                 attn_norm_k, EMBD,              HAS_REL_FULL),
@@ -1984,6 +1996,7 @@ static const struct key_rule key_rules[] = {
     {"ssm.time_step_rank",                   KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
     {"ssm.state_size",                       KEY_INT,  KEY_ONE,    1, 512,         KEY_REQUIRED}, /* a state of 2^31 bytes at most */
     {"ssm.inner_size",                       KEY_INT,  KEY_ONE,    1, 1 << 20,     KEY_REQUIRED},
+    {"shortconv.l_cache",                    KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED}, /* taps of a gated convolution */
     {"full_attention_interval",              KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  4},
     {"attention.recurrent_layers",           KEY_INT,  KEY_LAYERS, 0, 1,           KEY_FOLLOWS},
     {"kda.head_dim",                         KEY_INT,  KEY_ONE,    2, 512,         KEY_REQUIRED},
@@ -2159,6 +2172,7 @@ struct family {
     bool no_mtp;          /* MTP layers do not run: there is no reference for them */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
+    const char *last_norm; /* the name of the last norm; NULL: output_norm.weight */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -2216,6 +2230,9 @@ static inline uint64_t layer_conditions(const struct model *m, const struct laye
 
 /* Whether what mixes the layer's tokens has a recurrent state, of the shape `delta`. */
 static inline bool layer_recurrent(const struct layer *l) { return l->mixer == MIXER_DELTA || l->mixer == MIXER_MAMBA; }
+
+/* The same, or whether it is a gated convolution, which has that shape, too. */
+static inline bool layer_convolves(const struct layer *l) { return layer_recurrent(l) || l->mixer == MIXER_CONV; }
 
 /* Channels before those of q, k and v in layer->conv, which has q, k, v, and of Mamba-2 v, k, q. */
 static inline void delta_before(const struct layer *layer, int before[3]) {
@@ -2369,6 +2386,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_KEYS: return d->n_key;
     case DIM_GROUP: return d->n_key ? d->n_value / d->n_key * d->head_v : 0;
     case DIM_MAMBA_IN: return 2 * (d->n_value * d->head_v + d->n_key * d->head_k) + d->n_value;
+    case DIM_CONV_IN: return 3 * d->n_value * d->head_v;
     case DIM_TAPS: return a->n_conv;
     case DIM_KV_TAPS: return a->n_head_kv * a->n_conv;
     case DIM_REL: return a->n_head * a->n_rel;
@@ -2671,6 +2689,8 @@ enum {
     X(void, delta_net, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* out = Mamba-2 of C, B, x before the convolution, gates and inputs of the time steps (in); the state likewise */ \
     X(void, mamba, STEP_PARAMS, STEP_ARGS)                                                                             \
+    /* out = in[2] times the short convolution of in[0] times in[1] (gated convolution). Overwrites in[1] */           \
+    X(void, gated_conv, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* in = norm(input); out = the layer's feed-forward of that: a dense one, or router, routed experts and shared     \
        expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM. Of a feed-forward in     \
        parts the dense one (dense) or the experts, for which in[1] = the norm of x that the router reads. Without a    \
@@ -3219,6 +3239,13 @@ static inline void delta_cache(const struct delta *d, int n_gate, struct cache_t
     out[CACHE_STATE] = delta_cache_tensor(d, ROWS_STATE, 1, run, per_run * d->head_k * d->head_v);
 }
 
+/* The cache tensor of a gated convolution: a ring of what it convolves, of the tokens under it before the first that may
+ * be rolled back, those, and those of a decode forward. */
+static inline void conv_cache(const struct delta *d, struct cache_tensor out[CACHE_USES]) {
+    out[CACHE_V] = delta_cache_tensor(d, ROWS_RING, d->n_conv - 1 + 2 * MAX_ROLLBACK, 1, d->head_v);
+    out[CACHE_V].window = d->n_conv - 1;
+}
+
 /* Makes the cache tensor of a layer with a window a ring, where that is shorter than the contexts that the model was
  * trained for. Rows are a multiple of the keys of a step of any kernel: a step's keys are consecutive rows. */
 static inline void window_cache(struct cache_tensor *p, int window, int n_ctx_train) {
@@ -3352,6 +3379,7 @@ static inline void layer_cache(const struct model *m, const struct layer *layer,
     case MIXER_CSA: csa_cache(layer, type, m->n_ctx_train, out); break;
     case MIXER_DELTA: delta_cache(&layer->delta, 2, out); break;
     case MIXER_MAMBA: delta_cache(&layer->delta, 1, out); break;
+    case MIXER_CONV: conv_cache(&layer->delta, out); break;
     case MIXER_NONE: break;
     }
     if (a->n_index && attn_pools(a)) index_compressed_cache(type, a, out);
@@ -3887,7 +3915,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.results = d.n > d.decode || s.stats ? d.pairs : 0;
     d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
     d.sum16 = s.nccl ? d.n : 0;
-    d.keys = (size_t)(m->max.mix - m->max.z);
+    d.keys = (size_t)(m->max.planes ? m->max.mix - m->max.z : 0);
     d.values = (size_t)m->max.values;
     d.planes = (size_t)m->max.planes;
     d.delta = d.planes && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
@@ -5738,6 +5766,47 @@ static void forward_mamba(struct program *p, const struct model *m, int il) {
 }
 
 /* ============================================================================================================
+ * Families: short convolutions
+ *
+ * LFM2: layers of a short convolution between two gates among layers of grouped-query attention.
+ * ============================================================================================================ */
+
+/* Reads the metadata of LFM2. Layers without a KV head have a gated convolution. */
+static void read_lfm2(struct loader *l) {
+    read_gqa(l);
+    l->delta.n_conv = loader_int(l, "shortconv.l_cache");
+    for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = !l->n_head_kv[il];
+}
+
+/* A layer of LFM2. Ranks divide the channels of a gated convolution by heads of 64 of them. */
+static void layer_lfm2(struct loader *l, struct layer *layer, int il) {
+    if (!l->recurrent[il]) {
+        layer_gqa(l, layer, il);
+        return;
+    }
+    layer->mixer = MIXER_CONV;
+    layer->delta = l->delta;
+    layer->delta.head_v = 64;
+    while (l->m->n_embd % layer->delta.head_v) layer->delta.head_v /= 2;
+    layer->delta.n_key = layer->delta.n_value = layer->delta.whole_key = l->m->n_embd / layer->delta.head_v;
+}
+
+/* A gated convolution (LFM2, arXiv 2511.23404): each channel of B_t * x_t goes through its own taps w over the latest
+ * n_conv tokens.
+ *
+ *   [B_t; C_t; x_t] = W^in h_t        z_t = sum over j < n_conv of w_j * B_t-j * x_t-j        u_t = W^out (C_t * z_t)
+ *
+ * All that is kept of the tokens before are B * x of the latest n_conv - 1. */
+
+/* A layer's gated convolution. */
+static void forward_conv(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    LINEAR(p, il, layer_input(p, m, il), {&l->wk, A_K}, {&l->wz, A_Z}, {&l->wv, A_V});
+    step_add(p, OP_gated_conv, il, SLOTS(A_K, A_V, A_Z), A_ATT);
+    LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
+}
+
+/* ============================================================================================================
  * Families: Inkling 2
  *
  * Attention with a bias by distance and short convolutions, blocks of layers as the residual, and layers that run
@@ -6104,6 +6173,7 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     case MIXER_CSA: forward_csa(p, m, il); break;
     case MIXER_DELTA: forward_delta(p, m, il); break;
     case MIXER_MAMBA: forward_mamba(p, m, il); break;
+    case MIXER_CONV: forward_conv(p, m, il); break;
     case MIXER_REL: forward_rel(p, m, il); break;
     case MIXER_NONE: break;
     }
@@ -6280,6 +6350,8 @@ static const struct family families[] = {
      .read = read_nemotron_h, .layer = layer_nemotron_h},
     {.arch = "nemotron_h", .dense = true, .no_kv_layers = true,
      .read = read_nemotron_h, .layer = layer_nemotron_h},
+    {.arch = "lfm2moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
+     .last_norm = "token_embd_norm.weight", .read = read_lfm2, .layer = layer_lfm2},
     {.arch = "inkling2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_inkling2, .layer = layer_inkling2},
 };
@@ -6466,6 +6538,18 @@ static void loader_fused_mamba(struct loader *l, struct layer *layer, int il) {
     layer->w_alpha = weight_view(&in, 2 * value + 2 * key, layer->delta.n_value);
 }
 
+/* Cuts up shortconv.in_proj: the rows of the gate of the input, of that of the result, and of what is convolved. */
+static void loader_fused_conv(struct loader *l, struct layer *layer, int il) {
+    const int value = layer_dim(l->m, layer, DIM_VALUE);
+    struct weight in = {0};
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.shortconv.in_proj", il);
+    loader_weight(l, &in, l->m->n_embd, layer_dim(l->m, layer, DIM_CONV_IN), 1, false, name);
+    layer->wk = weight_view(&in, 0, value);
+    layer->wz = weight_view(&in, value, value);
+    layer->wv = weight_view(&in, 2 * value, value);
+}
+
 /* Cuts up engram_kv: the rows of a key for every stream, then those of the value. */
 static void loader_fused_ngrams(struct loader *l, struct layer *layer, int il) {
     const int n_embd = l->m->n_embd, keys = l->m->n_hc * n_embd;
@@ -6501,6 +6585,7 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
     if (layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
     if (layer->delta.n_decay > 1) loader_taps(l, layer, il);
     if (layer->mixer == MIXER_MAMBA) loader_fused_mamba(l, layer, il);
+    if (layer->mixer == MIXER_CONV) loader_fused_conv(l, layer, il);
     if (layer->ngrams && !l->m->ngram->n_conv) loader_fused_ngrams(l, layer, il);
     if (layer->mixer != MIXER_GQA || layer->attn.v_is_k) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
@@ -6704,11 +6789,11 @@ static void model_max_dims(struct model *m) {
         x->q_lora = int_max(x->q_lora, a->q_lora);
         x->kv_lora = int_max(x->kv_lora, a->kv_lora);
         x->rope_dim = int_max(x->rope_dim, layer_rope_dim(m, layer));
-        const bool recurrent = layer_recurrent(layer);
-        x->q = int_max(x->q, layer_dim(m, layer, recurrent ? DIM_KEY : DIM_Q));
-        x->k = int_max(x->k, layer_dim(m, layer, recurrent ? DIM_KEY : mla ? DIM_KV_A : DIM_K));
-        x->v = int_max(x->v, recurrent ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
-        x->att = int_max(x->att, layer_dim(m, layer, recurrent ? DIM_VALUE : DIM_ATT));
+        const bool recurrent = layer_recurrent(layer), convolves = layer_convolves(layer);
+        x->q = int_max(x->q, layer_dim(m, layer, convolves ? DIM_KEY : DIM_Q));
+        x->k = int_max(x->k, layer_dim(m, layer, recurrent ? DIM_KEY : convolves ? DIM_VALUE : mla ? DIM_KV_A : DIM_K));
+        x->v = int_max(x->v, convolves ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
+        x->att = int_max(x->att, layer_dim(m, layer, convolves ? DIM_VALUE : DIM_ATT));
         x->gates = int_max(x->gates, layer_dim(m, layer, DIM_GATES));
         x->n_index = int_max(x->n_index, a->n_index);
         x->index_k = int_max(x->index_k, a->index_k);
@@ -6719,12 +6804,12 @@ static void model_max_dims(struct model *m) {
         x->compressed = int_max(x->compressed, layer_dim(m, layer, DIM_COMPRESSED));
         x->index_compressed = int_max(x->index_compressed, layer_dim(m, layer, DIM_INDEX_COMPRESSED));
         x->groups = int_max(x->groups, layer_dim(m, layer, DIM_GROUPS_OUT));
-        x->values = int_max(x->values, layer->delta.n_value);
+        x->values = int_max(x->values, recurrent ? layer->delta.n_value : 0);
         x->decays = int_max(x->decays, layer_dim(m, layer, DIM_DECAYS));
         x->low = int_max(x->low, layer->delta.low);
         x->planes = int_max(x->planes, !recurrent ? 0 : layer->delta.n_decay > 1 ? KDA_PLANES : DELTA_PLANES);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
-        x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
+        x->mix = int_max(x->mix, recurrent ? layer_dim(m, layer, DIM_MIX) : 0);
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
         int *n_ff = layer->n_expert ? &x->n_ff_expert : &x->n_ff_dense;
         *n_ff = int_max(*n_ff, layer->n_ff);
@@ -6841,7 +6926,8 @@ static int model_tensors(struct model *m, char *err) {
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
-    if (!m->hc_low) m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
+    const char *last = m->family && m->family->last_norm ? m->family->last_norm : "output_norm.weight";
+    if (!m->hc_low) m->output_norm = loader_vector(&l, last, m->n_embd, 1, false);
     if (l.logit_scale > 0) loader_divide(&l, &m->output_norm, m->n_embd, l.logit_scale);
     if (m->n_hc && family_reads_last(m->family)) loader_hc(&l);
     if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
@@ -7169,7 +7255,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.first_head_kv = h.kv.first;
     out->attn.kv_replica = h.kv_copied;
     if (whole->mixer == MIXER_GQA && whole->attn.n_index && !whole->attn.index_means) out->attn.n_index = h.kv.n;
-    if (layer_recurrent(whole)) {
+    if (layer_convolves(whole)) {
         out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
         out->delta.n_key = h.key.n;
         out->delta.first_key = h.key.first;
@@ -7665,6 +7751,12 @@ static const struct synth synths[] = {
      "ffn_up_softcap=25 final_logit_softcapping=30 loop.first_layer=6 loop.layer_count=12 loop.pass_count=3 "
      "loop.gate_rank=64 expert_count=128 expert_used_count=8 expert_feed_forward_length=1152 expert_weights_scale=8 "
      "vocab_size=201024"},
+    {"lfm2-8b-a1b", "lfm2moe", .keys =
+     "context_length=128000 embedding_length=2048 block_count=24 feed_forward_length=7168 attention.head_count=32 "
+     "attention.head_count_kv=0:0:8,0:0:0:8*,0:0:8:0:0 attention.key_length=64 attention.value_length=64 "
+     "shortconv.l_cache=3 leading_dense_block_count=2 expert_count=32 expert_used_count=4 "
+     "expert_feed_forward_length=1792 expert_gating_func=2 vocab_size=65536 expert_weights_norm=true "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e6"},
     {"nemotron-3-nano-30b-a3b", "nemotron_h_moe", .keys =
      "context_length=262144 embedding_length=2688 block_count=52 "
      "feed_forward_length=0:1856*2,0*2,1856:0:1856:0:1856:0:0*,1856:0*4,0,1856:0*4,1856 attention.head_count=32 "
@@ -11262,7 +11354,7 @@ struct cpu {
     float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) recurrent: q, k, v after the convolution */
     struct short_taps *short_taps; /* (model_blocks) of short convolutions; zeros where a layer has none */
     float **rel_bias;    /* (model_blocks) struct layer's rel_bias as attend_bias reads it; NULL where there is none */
-    float **taps;        /* (model_blocks) taps of a recurrent layer's convolution, see delta_taps; NULL: it has none */
+    float **taps;        /* (model_blocks) taps of a layer's convolution, see delta_taps; NULL: it has none */
     float *ngram_taps;   /* (n_conv, n_hc * n_embd) taps of the convolution of n-grams; NULL: there is none */
     float *decay_beta;   /* (chunk + MAX_ROLLBACK, n_value * (n_decay + 1)) recurrent: see struct delta_gates */
     float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
@@ -13395,6 +13487,38 @@ static void run_mamba(struct rank *r, const struct step *s) {
     op_end(cache_bytes(r, il), "Mamba-2");
 }
 
+enum { CONV_COLUMNS = 256 /* channels of a work item */ };
+
+static void run_gated_conv(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct delta *d = &layer->delta;
+    const struct cache_tensor *ring = &r->cache[s->il][CACHE_V];
+    const enum act x = s->in[1];
+    const int n = d->n_value * d->head_v, parts = ceil_by(n, CONV_COLUMNS);
+    for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+        const int t = i / parts, from = i % parts * CONV_COLUMNS, some = int_min(CONV_COLUMNS, n - from);
+        const float *gate = act_row(r, s->in[0], t) + from;
+        float *to = act_row(r, x, t) + from;
+        for (int c = 0; c < some; c++) to[c] *= gate[c];
+    }
+    team_barrier();
+    for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+        const int t = i / parts, from = i % parts * CONV_COLUMNS, some = int_min(CONV_COLUMNS, n - from);
+        const float *gate = act_row(r, s->in[2], t) + from, *taps = r->cpu->taps[s->il] + from;
+        float *y = act_row(r, s->out[0], t) + from;
+        memset(y, 0, (size_t)some * sizeof *y);
+        for (int j = 0; j < d->n_conv && j <= r->pos + t; j++) /* the last tap is for token t */
+            r->cpu->k->mul_add(y, taps + (d->n_conv - 1 - j) * n,
+                               delta_row(r, s->il, CACHE_V, x, r->pos + t - j) + from, some);
+        for (int c = 0; c < some; c++) y[c] *= gate[c];
+    }
+    team_barrier();
+    for (int t = team_leads() && n ? int_max(0, r->n_tok - ring->n_row) : r->n_tok; t < r->n_tok; t++)
+        memcpy(ring->data + (size_t)((r->pos + t) % ring->n_row) * ring->row_bytes, act_row(r, x, t),
+               (size_t)n * sizeof(float));
+    op_end(cache_bytes(r, s->il), "convolution");
+}
+
 /* ============================================================================================================
  * CPU operations: blocks of layers
  *
@@ -15186,6 +15310,7 @@ EACH_RUN(csa_store)
 EACH_RUN(csa_attention)
 EACH_RUN(delta_net)
 EACH_RUN(mamba)
+EACH_RUN(gated_conv)
 EACH_RUN(rel_attention)
 EACH_RUN(ngrams)
 EACH_RUN(ngrams_add)
@@ -15432,9 +15557,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
     r->cache = r->caches = cpu_own(r, 2 * (size_t)(timelines_all(&timelines) * model_blocks(m)), sizeof *r->caches);
-    r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
+    r->cpu->taps = cpu_own(r, (size_t)model_blocks(m), sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
-        if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
+        if (layer_convolves(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
     if (m->n_res) rel_tables(r);
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].ngrams && m->ngram->n_conv) r->cpu->ngram_taps = ngram_taps(r, &m->layers[il]);
@@ -30848,6 +30973,7 @@ enum decode_kernel {
     DECODE_DELTA,
     DECODE_MAMBA,
     DECODE_MAMBA_NORM,
+    DECODE_CONV,
     DECODE_BLOCKS,
     DECODE_MESSAGE,
     DECODE_REL,
@@ -30907,6 +31033,7 @@ static const struct {
     [DECODE_DELTA] = {"k_delta_decode", 2.0},        /* a latency of memory, and an SM moves a head's state */
     [DECODE_MAMBA] = {"k_mamba_scan", 2.0},          /* likewise */
     [DECODE_MAMBA_NORM] = {"k_mamba_finish", 0.9},   /* a latency of L2, and a sum over the block */
+    [DECODE_CONV] = {"k_gated_conv", 0.6},           /* two latencies of L2 */
     [DECODE_BLOCKS] = {"k_blocks", 4.0},             /* latencies of L2, one or two for each block */
     [DECODE_MESSAGE] = {"k_mix_message", 0.9},       /* two latencies of L2, and a sum over the block */
     [DECODE_REL] = {"k_rel_prepare", 0.8},           /* three latencies of L2, and a norm */
@@ -31209,6 +31336,7 @@ static void launches_of(struct launches *k, const struct step *s) {
                        READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip) + state - index - recent, 0);
         launch_add(k, DECODE_MAMBA_NORM, READS(&l->delta_norm), 0);
         break;
+    case OP_gated_conv: k->attention = launch_add(k, DECODE_CONV, READS(&l->conv) + state, 0); break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_read_blocks: launch_add_blocks(k, s); break;
     case OP_mix_message: launch_add(k, DECODE_MESSAGE, 0, 0); break;
@@ -32796,6 +32924,7 @@ static void info_attention(const struct model *m, int first) {
     const int rope = rotates ? m->ropes[a->rope].dim : 0;
     printf("%s", layer->mixer == MIXER_DELTA   ? "delta net     "
                  : layer->mixer == MIXER_MAMBA ? "Mamba-2       "
+                 : layer->mixer == MIXER_CONV  ? "convolution   "
                                                : "attention     ");
     info_layers(m, first, info_same);
     if (d->n_decay > 1)
@@ -32804,6 +32933,7 @@ static void info_attention(const struct model *m, int first) {
     else if (layer->mixer == MIXER_MAMBA)
         printf("%d heads of %d in %d groups, state of %d, convolution over %d tokens", d->n_value, d->head_v, d->n_key,
                d->head_k, d->n_conv);
+    else if (layer->mixer == MIXER_CONV) printf("over %d tokens, between two gates", d->n_conv);
     else if (d->n_key)
         printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens", d->n_key, d->head_k, d->n_value,
                d->head_v, d->n_conv);

@@ -40,6 +40,7 @@
  *                                                                      k_delta_finish
  *   Mamba-2               k_mamba_scan, k_mamba_finish               k_delta_mix, k_mamba_prepare, k_delta_scan,
  *                                                                      k_mamba_finish
+ *   gated convolution     k_gated_conv                               the same twice
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
@@ -76,7 +77,7 @@
  *   Embedding, residual add, norm
  *   Hyper-connections                             residual streams
  *   Hyper-connections of a low rank, n-grams      k_streams_norm, k_streams_read, k_ngram_rows, k_want_rows
- *   Blocks of layers, short convolutions          k_blocks, k_mix_message
+ *   Blocks of layers, short convolutions          k_blocks, k_mix_message, k_gated_conv
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
  *   Experts in host memory                        slots, k_want_experts, k_brought_experts, k_fetch
@@ -1923,7 +1924,7 @@ static void ngram_add(struct ngram_args *a, int n_tok, cudaStream_t s) {
  *
  * Blocks of layers as the residual, see "CPU operations: blocks of layers" of moe.c. k_blocks takes the result of a half
  * of a layer into its block, after a short convolution, and reads the blocks; k_mix_message mixes a message into what
- * is read.
+ * is read. k_gated_conv is a short convolution between two gates, see "Families: short convolutions".
  * ============================================================================================================ */
 
 /* tanh, off by 1e-7, which counts only where it is small itself. */
@@ -1962,6 +1963,72 @@ __global__ void __launch_bounds__(256) k_keep_conv(const __grid_constant__ struc
     const struct run &u = a.batch.run(t);
     float *to = conv_kept(c, u, run_base(u) + t);
     for (int i = (int)threadIdx.x; i < a.n[blockIdx.y]; i += 256) to[i] = c.x[(size_t)t * c.stride + i];
+}
+
+struct gated_conv_args {
+    struct batch_ref batch;
+    struct short_conv conv;      /* what the first gate multiplies */
+    const float *before, *after; /* gates of the input and of the result, tokens gate_stride apart */
+    size_t before_stride, after_stride;
+    const float *taps; /* of taps_upload: of the rank's first channel */
+    uint16_t *out;     /* (n_tok, n), out_stride apart */
+    size_t out_stride;
+    int n;           /* channels */
+    int first, keep; /* the first token; the first one whose input goes to the ring */
+    bool convolves;  /* there is a result */
+    struct l2_prefetch prefetch;
+};
+
+/* A gated convolution. In prefill the inputs go to the ring in a launch of its own, because that overwrites rows that
+ * others read.
+ * Grid: (ceil(n / 1024), tokens from `first` on), block: 256, four channels a thread. Reads 4 (2 n_conv + 5) bytes a
+ * channel, most of them from L2: latency. */
+__global__ void __launch_bounds__(256) k_gated_conv(const __grid_constant__ struct gated_conv_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    prefetch_request(a.prefetch);
+    const int i = 4 * (int)(blockIdx.x * 256 + threadIdx.x), t = a.first + (int)blockIdx.y;
+    if (i >= a.n || t >= a.batch.at->n_tok) return;
+    const struct run &u = a.batch.run(t);
+    const int pos = run_base(u) + t;
+    auto input = [&](int lag) {
+        const float4 v = *(const float4 *)(conv_row(a.conv, u, t, pos, pos - lag) + i);
+        if (pos - lag < u.pos) return v; /* of the ring */
+        const float4 g = *(const float4 *)(a.before + (size_t)(t - lag) * a.before_stride + i);
+        return make_float4(g.x * v.x, g.y * v.y, g.z * v.z, g.w * v.w);
+    };
+    const float4 own = input(0);
+    if (a.convolves) {
+        const float *taps = a.taps + (size_t)i * DELTA_TAPS + DELTA_TAPS - 1; /* a token's own */
+        float4 y = make_float4(0, 0, 0, 0);
+        UNROLL for (int j = 0; j < DELTA_TAPS; j++) {
+            if (j >= a.conv.n_conv || j > pos) continue;
+            const float4 v = j ? input(j) : own;
+            y.x = fmaf(taps[-j], v.x, y.x);
+            y.y = fmaf(taps[DELTA_TAPS - j], v.y, y.y);
+            y.z = fmaf(taps[2 * DELTA_TAPS - j], v.z, y.z);
+            y.w = fmaf(taps[3 * DELTA_TAPS - j], v.w, y.w);
+        }
+        const float4 g = *(const float4 *)(a.after + (size_t)t * a.after_stride + i);
+        *(uint2 *)(a.out + (size_t)t * a.out_stride + i) =
+            make_uint2(clamped_f16x2(g.x * y.x, g.y * y.y), clamped_f16x2(g.z * y.z, g.w * y.w));
+    }
+    if (t >= a.keep) *(float4 *)(conv_kept(a.conv, u, pos) + i) = own;
+}
+
+/* Launches it for n_tok tokens, of which the last come into the ring. */
+static void gated_conv(struct gated_conv_args *a, int n_tok, cudaStream_t s) {
+    const bool later = n_tok > DECODE_MAX_TOKENS;
+    const int kept = max(0, n_tok - a->conv.ring.n_row);
+    const unsigned blocks = (unsigned)(a->n + 1023) / 1024;
+    a->convolves = true;
+    a->first = 0;
+    a->keep = later ? n_tok : 0; /* what few tokens read and keep fits into the ring together */
+    LAUNCH_PDL(k_gated_conv, dim3(blocks, (unsigned)n_tok), 256, 0, s, *a);
+    if (!later) return;
+    a->convolves = false;
+    a->first = a->keep = kept;
+    LAUNCH_PDL(k_gated_conv, dim3(blocks, (unsigned)(n_tok - kept)), 256, 0, s, *a);
 }
 
 enum { BLOCKS_READ = READ_FFN /* readings of a step, and messages, at most */ };
@@ -10170,6 +10237,26 @@ static void cuda_mamba(struct rank *r, const struct step *s) {
     mamba_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
 }
 
+static void cuda_gated_conv(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct delta &d = layer->delta;
+    struct cuda *c = r->cuda;
+    struct gated_conv_args a = {};
+    a.batch = batch_of(r);
+    a.conv = {c->x32[s->in[1]], (size_t)r->width[s->in[1]], r->cache[s->il][CACHE_V], d.n_conv};
+    a.before = c->x32[s->in[0]];
+    a.before_stride = (size_t)r->width[s->in[0]];
+    a.after = c->x32[s->in[2]];
+    a.after_stride = (size_t)r->width[s->in[2]];
+    a.taps = layer->conv + (size_t)(d.first_key * d.head_v) * DELTA_TAPS;
+    a.out = c->x16[s->out[0]];
+    a.out_stride = (size_t)r->width[s->out[0]];
+    a.n = d.n_value * d.head_v;
+    a.prefetch = prefetch_of_mixer(r, s, 1);
+    profile_next(4.0 * a.n * (2 * d.n_conv - 1), "%d channels", a.n);
+    gated_conv(&a, r->n_tok, c->stream);
+}
+
 /* Adds a compressor to what k_csa_store does: keys of d values from slots `value` and `gate`. Returns the bytes that it
  * reads for a token. */
 static double add_compressor(struct rank *r, int il, struct csa_args *a, const struct compressor &with,
@@ -12091,6 +12178,9 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
+    if (layer->mixer == MIXER_CONV && (d->head_v % 4 || d->n_conv > DELTA_TAPS))
+        snprintf(why, ERR_MAX, "a gated convolution of %d taps over %d channels is not supported on a GPU; use --cpu",
+                 d->n_conv, d->n_value * d->head_v);
     if (layer_recurrent(layer) &&
         (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv > DELTA_TAPS))
         snprintf(why, ERR_MAX,
@@ -12124,7 +12214,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     for (const struct weight *w : {&m->embd, &m->output, &m->hc_head.down, &m->hc_head.up}) matrix_check(w, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if (!layer_recurrent(layer)) attn_check(m, layer, m->first_layer + il, shape, why);
+        if (!layer_convolves(layer)) attn_check(m, layer, m->first_layer + il, shape, why);
         delta_check(layer, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);

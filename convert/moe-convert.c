@@ -928,7 +928,8 @@ static struct checkpoint {
     bool tell_window;                /* GGUF files say how many, even 0 */
     bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
     bool indexed;                    /* layer_types may call layers of attention indexed_attention */
-    bool (*is_linear)(int layer);    /* the block has a recurrent mixer, and no KV head; NULL: none has */
+    bool (*lacks_kv)(int layer);     /* the block has a recurrent mixer or a gated convolution, and no KV head; NULL: all
+                                      * have some */
     bool no_rope;                    /* latent attention has no rotated values */
     bool unrotated;                  /* nor has attention of Granite 4, whose GGUF files say so */
     int full_head;                   /* values of a head in layers without a window; 0: as many as in the others */
@@ -1083,6 +1084,10 @@ static const char *const mamba_dim_names[DIM_COUNT] = {
     [DIM_MIX] = "mamba_num_heads x mamba_head_dim + 2 n_groups x ssm_state_size", [DIM_KEYS] = "n_groups",
     [DIM_GROUP] = "mamba_num_heads / n_groups x mamba_head_dim",
     [DIM_MAMBA_IN] = "2 mamba_num_heads x mamba_head_dim + 2 n_groups x ssm_state_size + mamba_num_heads"};
+
+/* Those of a gated convolution. */
+static const char *const conv_dim_names[DIM_COUNT] = {
+    [DIM_CONV] = "conv_L_cache", [DIM_VALUE] = "hidden_size", [DIM_MIX] = "hidden_size", [DIM_CONV_IN] = "3 hidden_size"};
 /* clang-format on */
 
 /* Returns a size of the layer that is planned in the words of config.json. */
@@ -1092,6 +1097,7 @@ static const char *dim_name(enum dim d) {
     const char *k = mla ? "qk_nope_head_dim + qk_rope_head_dim" : "head_dim";
     const char *v = src.v_head_key ? src.v_head_key : "head_dim";
     if (l->mixer == MIXER_MAMBA && mamba_dim_names[d]) return mamba_dim_names[d];
+    if (l->mixer == MIXER_CONV && conv_dim_names[d]) return conv_dim_names[d];
     switch ((int)d) {
     case DIM_KEY:
     case DIM_VALUE: return kda ? "num_attention_heads x head_dim of linear attention" : dim_names[d];
@@ -2293,8 +2299,8 @@ static void plan_model(void) {
                 SINGLE);
     if (src.normed_head) plan_normed_head();
     else if (!made.model.hc_low)
-        plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
-                    src.zero_centered ? LESS_ONE : VALUES);
+        plan_vector(made.model.family->last_norm ? made.model.family->last_norm : "output_norm.weight",
+                    hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE, src.zero_centered ? LESS_ONE : VALUES);
     if (!src.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_hc_head();
@@ -3800,6 +3806,47 @@ static const struct renaming nemotron_names[] = {{"model.embed_tokens", "model.e
                                                  {NULL, NULL, EVERYWHERE}};
 
 /* ============================================================================================================
+ * Families: LFM2
+ *
+ * Gated convolutions, and attention in the layers that layer_types says.
+ * ============================================================================================================ */
+
+/* Whether a layer of LFM2 has a gated convolution. */
+static bool is_conv_lfm2(int layer) {
+    json_t *list = get_list(src.cfg, "layer_types");
+    const char *type = json_string_value(json_array_get(list, (size_t)layer));
+    expect(src.cfg, "layer_types",
+           json_array_size(list) == (size_t)src.n_layer && type && one_of(type, "conv full_attention"),
+           fmt("\"conv\" or \"full_attention\" for each of %d layers", src.n_layer));
+    return !strcmp(type, "conv");
+}
+
+/* Reads the keys of LFM2. The output matrix is the embedding unless config.json says otherwise. */
+static void config_lfm2(void) {
+    src.tied = get_bool(src.cfg, either("tie_word_embeddings", "tie_embedding"), true);
+    src.first_dense = (int)get_int(src.cfg, "num_dense_layers", 0, MAX_LAYERS, 2);
+}
+
+static void put_lfm2(void) { kv_u32("shortconv.l_cache", (size_t)get_int(src.cfg, "conv_L_cache", 1, 8, 3)); }
+
+static const struct renaming lfm2_names[] = {
+    {"model.norm", "model.embedding_norm", EVERYWHERE},
+    {"input_layernorm", "operator_norm", EVERYWHERE},
+    {"post_attention_layernorm", "ffn_norm", EVERYWHERE},
+    {"self_attn.q_norm", "self_attn.q_layernorm", EVERYWHERE},
+    {"self_attn.k_norm", "self_attn.k_layernorm", EVERYWHERE},
+    {"self_attn.o_proj", "self_attn.out_proj", EVERYWHERE},
+    {"mlp.gate.e_score_correction_bias", "feed_forward.expert_bias", EVERYWHERE},
+    {"mlp.gate", "feed_forward.gate", EVERYWHERE},
+    {"mlp.gate_proj", "feed_forward.w1", EVERYWHERE},
+    {"mlp.up_proj", "feed_forward.w3", EVERYWHERE},
+    {"mlp.down_proj", "feed_forward.w2", EVERYWHERE},
+    {"mlp.experts.*.gate_proj", "feed_forward.experts.*.w1", EVERYWHERE},
+    {"mlp.experts.*.up_proj", "feed_forward.experts.*.w3", EVERYWHERE},
+    {"mlp.experts.*.down_proj", "feed_forward.experts.*.w2", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
+
+/* ============================================================================================================
  * Families: Inkling 2
  *
  * Attention with a bias by distance, blocks of layers as the residual, layers in a loop. llama.cpp had no keys and names
@@ -4086,7 +4133,7 @@ static const struct release {
              .rope_theta = 10000, .put = put_granite_swa}},
     {.type = "granitemoehybrid", .kinds = kinds_granite, .config = config_granite4,
      .fixed = "mamba_conv_bias true mamba_proj_bias false mlp_bias false normalization_function rmsnorm",
-     .src = {GRANITE, .arch = "granitehybrid", .is_linear = is_mamba_granite, .put = put_granite4}},
+     .src = {GRANITE, .arch = "granitehybrid", .lacks_kv = is_mamba_granite, .put = put_granite4}},
     {.type = "olmoe", .fixed = "clip_qkv none",
      .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
@@ -4162,7 +4209,7 @@ static const struct release {
      .src = {MIMO}},
     {.type = "kimi_linear", .config = config_kimi_linear,
      .fixed = "mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid num_nextn_predict_layers 0",
-     .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .is_linear = is_kda_kimi,
+     .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .lacks_kv = is_kda_kimi,
              .is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size",
              .shared_count = "num_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
@@ -4179,7 +4226,7 @@ static const struct release {
     {.type = "sarvam_moe", .config = config_ling, .fixed = fixed_ling,
      .src = {LING, .rope_theta = 8e6}},
     {.type = "bailing_hybrid", .config = config_bailing, .fixed = fixed_bailing,
-     .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_linear = is_kda_bailing,
+     .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .lacks_kv = is_kda_bailing,
              .is_dense = is_dense_leading, .leads = true, .experts_key = "num_experts",
              .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
              .shared_width = true, .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true,
@@ -4187,7 +4234,7 @@ static const struct release {
     {.type = "glm5_next_text", .wrapper = "glm5_next", .config = config_glm5_next,
      .fixed = "mla_use_nope true mhc true moe_layer_freq 1 index_kpool_always_select_tail true",
      .src = {.arch = "glm5-next", .renaming = glm5_next_names, LATENT, DEEPSEEK_EXPERTS, .no_rope = true,
-             .is_linear = is_kda_glm, .has_indexer = has_indexer_glm_next, .eps = 1e-5, .put = put_glm5_next}},
+             .lacks_kv = is_kda_glm, .has_indexer = has_indexer_glm_next, .eps = 1e-5, .put = put_glm5_next}},
     {.type = "nemotron_h", .kinds = kinds_nemotron, .config = config_nemotron, .fixed = fixed_nemotron,
      .src = {.arch = "nemotron_h_moe", .renaming = nemotron_names, .is_dense = is_dense_nemotron, .ungated = true,
              .experts_key = "n_routed_experts", .shared_key = "moe_shared_expert_intermediate_size", .n_shared = 1,
@@ -4195,6 +4242,11 @@ static const struct release {
              .scaling_factor = "routed_scaling_factor", .list_kv = true, .mtp = "mtp.", .mtp_halves = true,
              .mtp_key = "num_nextn_predict_layers", .rope_theta = 10000, .partial = true,
              .eps_key = "layer_norm_epsilon", .eps = 1e-5, .put = put_nemotron}},
+    {.type = "lfm2_moe", .config = config_lfm2, .fixed = "conv_bias false use_expert_bias true",
+     .src = {.arch = "lfm2moe", .renaming = lfm2_names, .is_dense = is_dense_leading, .leads = true,
+             .lacks_kv = is_conv_lfm2, .experts_key = "num_experts", .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .rope_theta = 1e6,
+             .eps_key = "norm_eps", .eps = 1e-5, .put = put_lfm2}},
     {.type = "inkling2_text", .wrapper = "inkling2", .config = config_inkling2, .fixed = "scoring_func sigmoid",
      .src = {INKLING}},
     {.type = "inkling2_loop_text", .wrapper = "inkling2_loop", .config = config_inkling2,
@@ -5651,11 +5703,11 @@ static void put_heads(const char *key, bool list, int all, const char *list_key,
 static void put_kv_heads(void) {
     const int blocks = n_blocks();
     int32_t n[MAX_LAYERS];
-    if (!src.is_linear) {
+    if (!src.lacks_kv) {
         put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
         return;
     }
-    for (int l = 0; l < blocks; l++) n[l] = src.is_linear(l) ? 0 : src.n_head_kv;
+    for (int l = 0; l < blocks; l++) n[l] = src.lacks_kv(l) ? 0 : src.n_head_kv;
     kv_array("attention.head_count_kv", GGUF_V_I32, blocks, n);
 }
 
@@ -6750,7 +6802,7 @@ static const struct manual manual = {
              "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
              "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe,\n"
-             "cohere2_moe, dbrx, gpt_oss,\n"
+             "cohere2_moe, dbrx, lfm2_moe, gpt_oss,\n"
              "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
              "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
              "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"

@@ -941,7 +941,7 @@ static const char *after(const char *name, const char *word) {
 
 /* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix, or "mtp.0.ffn.gate.weight". */
 static struct parsed_name name_parse(const char *name) {
-    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe.", "mixer.", ""};
+    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "feed_forward.", "moe.", "mixer.", ""};
     static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");

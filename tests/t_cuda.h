@@ -167,6 +167,13 @@ static void pair_delta(struct rank *r, const char *op, int il, enum act out) {
     }
 }
 
+/* The result of a gated convolution, and its ring. */
+static void pair_out_gated_conv(struct rank *r, int il, enum act out) {
+    const struct delta *d = &r->m->layers[il].delta;
+    pair_slot(r, "gated_conv", il, out, d->n_value * d->head_v, true);
+    pair_cache(r, il, CACHE_V, "ring of a gated convolution");
+}
+
 /* Rows first..first+n-1 of the latest logits. */
 static void pair_logits_rows(struct rank *r, int n) {
     for (int i = 0; i < n; i++)
@@ -452,6 +459,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_delta_net     pair_delta(r, "delta_net", s->il, s->out[0])
 #define PAIR_IN_mamba          pair_in_step(r, s)
 #define PAIR_OUT_mamba         pair_delta(r, "mamba", s->il, s->out[0])
+#define PAIR_IN_gated_conv     pair_in_step(r, s)
+#define PAIR_OUT_gated_conv    pair_out_gated_conv(r, s->il, s->out[0])
 #define PAIR_IN_norm_ffn       pair_in_step(r, s)
 #define PAIR_OUT_norm_ffn      pair_out_ffn(r, s)
 #define PAIR_IN_add_result     pair_in(r, (const enum act[]){s->x, s->in[0], s->in[1], ACT_COUNT})
@@ -900,6 +909,8 @@ static void test_cuda_operations(void) {
                                         "granitemoehybrid",
                                         "granitemoehybrid_nvfp4",
                                         "deepseek_v2",
+                                        "lfm2_moe",
+                                        "lfm2_moe_nvfp4",
                                         "inkling2_loop",
                                         "inkling2_nvfp4",
                                         "qwen4_exp",
@@ -1002,6 +1013,31 @@ void cuda_test_mamba(void) {
         pair_forwards(m.name, &m, KV_FP8, 384, 2, MOE_ACT_F16, n);
         model_free(&m);
     }
+}
+
+/* Gated convolutions: of one token, of several that may be rolled back, of prefills; of two and of four taps, over
+ * channels that fill no block. */
+static const struct synth conv_shapes[] = {
+    {"two taps", "lfm2moe",
+     .keys =
+         "block_count=3 embedding_length=1088 feed_forward_length=192 attention.head_count=17 "
+         "attention.head_count_kv=0,1,0 "
+         "attention.key_length=64 attention.value_length=64 shortconv.l_cache=2 leading_dense_block_count=1 "
+         "expert_count=8 "
+         "expert_used_count=2 expert_feed_forward_length=64 expert_gating_func=2 vocab_size=200 context_length=1024"}};
+void cuda_test_gated_conv(void) {
+    static const char *const names[] = {"lfm2_moe", "lfm2_moe_nvfp4"};
+    static const int n[] = {40, 1, 16, 9, 129, 2, 17, 1, 0};
+    cuda_test_begin(22);
+    for (int f = 0; f < 2; f++) {
+        const struct model *m = fixture_keep(names[f]);
+        if (!m) return;
+        pair_forwards(names[f], m, f ? KV_FP8 : KV_BF16, 256, 0, MOE_ACT_F16, n);
+    }
+    struct model m = {0};
+    synth_make(&m, conv_shapes, NULL, false);
+    pair_forwards(m.name, &m, KV_FP8, 256, 2, MOE_ACT_F16, n);
+    model_free(&m);
 }
 
 /* Attention with a bias by distance, blocks of layers, layers that run three times: the heads of the release, and fewer
@@ -2091,11 +2127,11 @@ static void forgetful_progress(double done, double total) {
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11, 13};
-    static const char *const fixtures[] = {"gpt_oss",   "qwen3_next",      "nemotron_h",  "inkling2_loop",
-                                           "qwen4_exp", "qwen4_exp_nvfp4", "deepseek_v41"};
+    static const char *const fixtures[] = {"gpt_oss",   "qwen3_next",      "nemotron_h",   "inkling2_loop",
+                                           "qwen4_exp", "qwen4_exp_nvfp4", "deepseek_v41", "lfm2_moe"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
-    for (int i = 0; i < 13; i++) {
+    for (int i = 0; i < 14; i++) {
         struct model m = {0};
         struct rank r = {0};
         if (i < 6) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
@@ -2824,6 +2860,8 @@ void cuda_test_parallel(void) {
         {"minimax_m3", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 2},
         {"gpt_oss", NULL, 1, 1, KV_BF16, 4, 200, cuda_parallel_open, 0, false, 2},
         {"nemotron_h", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
+        {"lfm2_moe", NULL, 1, 1, KV_FP8, 4, 0, cuda_parallel_open, 0, false, 1},
+        {"lfm2_moe_nvfp4", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
         {"qwen3moe_nvfp4", NULL, 2, 1, KV_FP8, 6, 150, cuda_parallel_open, 64, true, 1},
         {"deepseek_v3", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
         {"deepseek_v4", NULL, 1, 1, KV_FP8, 4, 330, cuda_parallel_open, 256, true, 2},
@@ -3612,9 +3650,9 @@ static void test_cuda_decode_bench(void) {
         {"cuda/forms", test_cuda_forms}, {"cuda/sparse", test_cuda_sparse}, {"cuda/pools", cuda_test_pools},           \
         {"cuda/streams", test_cuda_streams}, {"cuda/latents", test_cuda_latents}, {"cuda/lagging", cuda_test_lagging}, \
         {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
-        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/relative", cuda_test_relative},           \
-        {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide},         \
-        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
+        {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/gated-conv", cuda_test_gated_conv},       \
+        {"cuda/relative", cuda_test_relative}, {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, \
+        {"cuda/wide", test_cuda_wide}, {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals}, \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
         {"cuda/parts", test_cuda_parts}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \

@@ -20,6 +20,7 @@ extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_kda(void);
 extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
+extern "C" void cuda_test_gated_conv(void);
 extern "C" void cuda_test_relative(void);
 extern "C" void cuda_test_results(void);
 extern "C" void cuda_test_parts(void);
@@ -63,6 +64,7 @@ static const struct {
                     {"kda", cuda_test_kda},
                     {"pools", cuda_test_pools},
                     {"mamba", cuda_test_mamba},
+                    {"gated-conv", cuda_test_gated_conv},
                     {"relative", cuda_test_relative},
                     {"results", cuda_test_results},
                     {"parts", cuda_test_parts},
@@ -766,6 +768,32 @@ static void taps_one_fewer(const char *launch, void *args) {
 }
 
 template <class F>
+static void change_gated(const char *launch, void *args, F f) {
+    change_if<struct gated_conv_args>(launch, "k_gated_conv", args, f);
+}
+static void gated_taps_of_next(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { a.taps += DELTA_TAPS; });
+}
+static void gated_tap_fewer(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { a.conv.n_conv--; });
+}
+static void gates_exchanged(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { std::swap(a.before, a.after); });
+}
+static void gated_not_kept(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { a.keep = a.convolves ? INT_MAX : a.keep; });
+}
+static void gated_kept_fewer(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { a.keep += !a.convolves; });
+}
+static void gated_ring_shorter(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { a.conv.ring.n_row--; });
+}
+static void gated_rings_of_first(const char *launch, void *args) {
+    change_gated(launch, args, [](auto &a) { a.conv.ring.timeline_rows = 0; });
+}
+
+template <class F>
 static void change_mamba(const char *launch, void *args, F f) {
     change_if<struct delta_args>(launch, "k_mamba_scan", args, f);
 }
@@ -1322,6 +1350,13 @@ static const struct {
                 {"parallel", "rings of Mamba-2 are the first timeline's", mamba_rings_of_first},
                 {"parallel", "rings of Mamba-2 become the first timeline's", mamba_rings_to_first},
                 {"parallel", "states of Mamba-2 are the first timeline's", mamba_states_of_first},
+                {"gated-conv", "a channel has the taps of the next", gated_taps_of_next},
+                {"gated-conv", "a gated convolution has a tap fewer", gated_tap_fewer},
+                {"gated-conv", "gates of the input and of the result are exchanged", gates_exchanged},
+                {"gated-conv", "inputs of a gated convolution are not kept", gated_not_kept},
+                {"gated-conv", "a prefill's first input is not kept", gated_kept_fewer},
+                {"gated-conv", "the ring of a gated convolution is shorter by a row", gated_ring_shorter},
+                {"parallel", "rings of gated convolutions are the first timeline's", gated_rings_of_first},
                 {"mamba", "B has the taps of C", taps_exchanged},
                 {"mamba", "the convolution has no bias", convolution_without_bias},
                 {"mamba", "D is another vector", skip_is_decay},

@@ -81,6 +81,7 @@ static void test_store_bits(void) {
                                         "afmoe_nvfp4",
                                         "cohere2_moe",
                                         "dbrx_nvfp4",
+                                        "lfm2_moe",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

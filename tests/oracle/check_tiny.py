@@ -1457,7 +1457,8 @@ def text_part(config):
 
 
 def prefix(W):
-    return next(p for p in ("model.", "model.language_model.", "language_model.model.") if W.has(p + "norm.weight"))
+    return next(p for p in ("model.", "model.language_model.", "language_model.model.")
+                if W.has(p + "norm.weight") or W.has(p + "embedding_norm.weight"))
 
 
 def norm(W, config, x, name):
@@ -1494,6 +1495,33 @@ def block(W, config, x, p, layer):
         if W.has(router(W, p + name)):
             return x + moe(W, config, h, p + name)
     return x + ffn(W, h, p + "mlp.", clamped(config))
+
+
+def lfm2_trunk(W, config, ids):
+    """The rows after the final norm of LFM2."""
+    x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["hidden_size"] // config["num_attention_heads"]
+    named = lambda t, name: rms(t, W.get(name + ".weight"), config["norm_eps"])
+    for layer, kind in enumerate(config["layer_types"]):
+        p = f"model.layers.{layer}."
+        h = named(x, p + "operator_norm")
+        if kind == "conv":
+            before, after, v = np.split(h @ W.get(p + "conv.in_proj.weight").T, 3, -1)
+            taps = W.get(p + "conv.conv.weight")[:, 0]  # the last tap is the token itself
+            padded = np.concatenate([np.zeros((taps.shape[1] - 1, x.shape[1])), before * v])
+            y = after * sum(padded[j:j + n] * taps[:, j] for j in range(taps.shape[1]))
+            x = x + y @ W.get(p + "conv.out_proj.weight").T
+        else:
+            q, k, v = ((h @ W.get(f"{p}self_attn.{c}_proj.weight").T).reshape(n, -1, d) for c in "qkv")
+            q, k = named(q, p + "self_attn.q_layernorm"), named(k, p + "self_attn.k_layernorm")
+            cos, sin, _ = rope_tables(config, n, d)
+            turn = lambda t: np.concatenate(
+                [t[..., :d // 2] * cos[:, None] - t[..., d // 2:] * sin[:, None],
+                 t[..., d // 2:] * cos[:, None] + t[..., :d // 2] * sin[:, None]], -1)
+            x = x + attend(turn(q), turn(k), v, d ** -0.5) @ W.get(p + "self_attn.out_proj.weight").T
+        h, p = named(x, p + "ffn_norm"), p + "feed_forward."
+        names = "w1", "w3", "w2"
+        x = x + (ffn(W, h, p, swiglu, names) if layer < config["num_dense_layers"] else moe(W, config, h, p))
+    return named(x, "model.embedding_norm")
 
 
 def glm5_trunk(W, config, ids):
@@ -1649,6 +1677,8 @@ def trunk(W, config, ids):
     """The rows after the final norm."""
     if config["model_type"] == "deepseek_v4":
         return v4_trunk(W, config, ids)
+    if config["model_type"] == "lfm2_moe":
+        return lfm2_trunk(W, config, ids)
     if config["model_type"] == "deepseek_v41_text":
         return v41_trunk(W, config, ids)
     if config["model_type"] == "nemotron_h":

@@ -401,6 +401,19 @@ def dbrx(attention, ffn, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def lfm2(kinds, **changes):
+    """config.json in the words of LFM2-8B-A1B.  kinds: C for a layer with a gated convolution, A for one with
+    attention."""
+    return {"architectures": ["Lfm2MoeForCausalLM"], "bos_token_id": EOT, "conv_L_cache": 3, "conv_bias": False,
+            "dtype": "bfloat16", "eos_token_id": IM_END, "hidden_size": 128, "initializer_range": 0.02,
+            "intermediate_size": 192, "layer_types": [{"C": "conv", "A": "full_attention"}[k] for k in kinds],
+            "max_position_embeddings": 4096, "model_type": "lfm2_moe", "moe_intermediate_size": 64, "norm_eps": 1e-5,
+            "norm_topk_prob": True, "num_attention_heads": 2, "num_dense_layers": 1, "num_experts": 8,
+            "num_experts_per_tok": 3, "num_hidden_layers": len(kinds), "num_key_value_heads": 1, "pad_token_id": EOT,
+            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": True, "use_expert_bias": True, "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -1006,6 +1019,8 @@ HUB_NAMES = {
         (r"\.(\w+)_message_gate\.", r".controllers.\1."), (r"\.down_proj\.weight", ".down_weight"),
         (r"\.forget_gate_proj\.weight", ".forget_weight"), (r"\.message_gate_proj\.weight", ".gain_weight")],
     "nemotron_h": [(r"^model\.", "backbone.")], "nemotron_h saved": [],
+    "lfm2_moe": [(r"(\.experts\.\d+)\.gate_proj", r"\1.w1"), (r"(\.experts\.\d+)\.up_proj", r"\1.w3"),
+                 (r"(\.experts\.\d+)\.down_proj", r"\1.w2")],
 }
 
 
@@ -1323,6 +1338,14 @@ SPECS = {
                              {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 2}, d_model=192, n_heads=3),
                         rope_type="default", rope_theta=10000.0),
         declare="modelopt_experts", store=[(r"_linear\.", "nvfp4")], loud="w2_linear"),
+    "lfm2_moe": dict(config=lfm2("CAC"), positions=72),
+    "lfm2_moe_nvfp4": dict(
+        config=lfm2("CCAC", conv_L_cache=4, hidden_size=192, moe_intermediate_size=128, norm_topk_prob=False,
+                    num_attention_heads=3, num_dense_layers=2, num_experts=6, num_experts_per_tok=2,
+                    routed_scaling_factor=1.5, tie_word_embeddings=False,
+                    rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}),
+        declare="modelopt", positions=72,
+        store=[(r"_proj\.weight$|\.w[123]\.weight$", "nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1962,7 +1985,7 @@ def fill(model, config, checkpoint, kept, flat=False):
             part = lambda old: hub_name(config, name.replace("gate_up_proj", old))
             shape = value.shape[0] // 2, value.shape[1]
             new = torch.cat([checkpoint.put(part(old), shape) for old in ("gate_proj", "up_proj")])
-        elif path.endswith(".mlp.gate"):
+        elif path.endswith((".mlp.gate", ".feed_forward.gate")):
             new = checkpoint.put(hub_name(config, name), value.shape, rows=rows)
             if leaf != "tid2eid":
                 module.num_experts = len(new)
@@ -2477,7 +2500,7 @@ def assert_rope(model, config):
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         inv = inv * kept + inv / rope["factor"] * (1 - kept)
         assert 0 < kept.sum() < dim // 2, "llama3 neither keeps nor stretches everything"
-    rotary = decoder(model).rotary_emb
+    rotary = getattr(decoder(model), "pos_emb" if config["model_type"] == "lfm2_moe" else "rotary_emb")
     if rotary is None:
         return
     attention = next(layer.self_attn for layer in decoder(model).layers
@@ -2496,7 +2519,7 @@ def router(mlp):
 
 def feed_forward(layer):
     """That of a layer; of Nemotron-3 whatever the layer is."""
-    for name in ("block_sparse_moe", "ffn"):
+    for name in ("block_sparse_moe", "ffn", "feed_forward"):
         if hasattr(layer, name):
             return getattr(layer, name)
     return layer.mixer if hasattr(layer, "mixer") else layer if hasattr(layer, "router") else layer.mlp
