@@ -131,6 +131,10 @@ static const struct pre_tokenizer {
               "\\x{e40}-\\x{eff}\\x{1780}-\\x{17ff}\\x{1000}-\\x{109f}\\x{aa60}-\\x{aa7f}\\x{a9e0}-\\x{a9ff}\\x{ac00}-\\x{d7af}"
               "\\x{1100}-\\x{11ff}]+",
               DEEPSEEK_WORDS}},
+    {.names = "tiny_aya cohere2moe", /* as afmoe, of digits that no word goes on from */
+     .expr = {"(?<!\\p{Nd})\\p{Nd}++(?![\\p{L}\\p{M}\\p{Nl}\\p{Pc}])", "\\A\\p{Nd}{1,2}(?=(?:\\p{Nd}{3})*+\\z)", "\\p{Nd}{3}",
+              CASED(UPPER, LOWER) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS},
+     .hf = {"\\d{1,3}(?=(?:\\d{3})*\\b)", HF_CASED(HF_UPPER, HF_LOWER) "[\\r\\n/]*" HF_SPACES}},
     {.names = "seed-coder",
      .expr = {CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "|" LINES_BLANKS},
      .hf = {CONTRACTION HF_LETTERS "\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\\r\\n]+" HF_SPACES}},

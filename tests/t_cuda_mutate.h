@@ -1715,9 +1715,9 @@ static const struct {
     {"k_route_decodeILi4ELb1E", "bar.warp.sync -1 (9)", ONE_TOKEN},
     {"k_route_decodeILi8ELb1E", "bar.warp.sync -1 (9)", ONE_TOKEN},
     {"k_route_prefill", "bar.warp.sync -1 (4)", ONE_TOKEN},
-    {"k_add_normILi1E", "bar.sync 0 (6)", SEQUENCE},
-    {"k_add_normILi2E", "bar.sync 0 (4)", SEQUENCE},
-    {"k_add_normILi3E", "bar.sync 0 (4)", SEQUENCE},
+    {"k_add_normILi1E", "bar.sync 0 (8)", SEQUENCE},
+    {"k_add_normILi2E", "bar.sync 0 (6)", SEQUENCE},
+    {"k_add_normILi3E", "bar.sync 0 (6)", SEQUENCE},
     {"k_row_normILi7E", "bar.sync 0 (5)", SEQUENCE},
     {"k_share_token", "bar.sync 0 (2)", "channel_end: the lanes of the one warp run together here"},
 };
