@@ -8308,7 +8308,9 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     if (l.failed) die("synthetic model: %s", err);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "token_embd.weight", 0);
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
-    if (!m.hc_low) synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.weight", 0);
+    if (!m.hc_low)
+        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, m.family->last_norm ? m.family->last_norm : "output_norm.weight",
+                  0);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
     if (m.n_res) {
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
