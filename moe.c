@@ -1312,20 +1312,21 @@ struct glu {
     float alpha, factor, offset;
     /* gate_cap > 0: sigmoid(gate) * cap(gate, gate_cap) * cap(up, up_cap) in place of that, cap(x, c) = c tanh(x / c). */
     float gate_cap, up_cap;
-    /* gelu(gate) * up in place of all that, gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. */
-    bool gelu;
+    /* gelu(gate) * up in place of all that, gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2; or
+     * max(0, gate) * up. */
+    bool gelu, relu;
 };
 
 /* silu(min(gate, limit)) * clamp(up, -limit, limit). Limit 0 here and below: there is none. */
 static inline struct glu glu_clamp_silu(float limit) {
-    const struct glu g = {limit, limit, 1, 1, 0, 0, 0, false};
+    const struct glu g = {limit, limit, 1, 1, 0, 0, 0, false, false};
     return g;
 }
 
 /* gpt-oss: g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1), where g = min(gate, limit). */
 static inline struct glu glu_oai(float limit) {
     const float alpha = 1.702f;
-    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha, 0, 0, false};
+    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha, 0, 0, false, false};
     return g;
 }
 
@@ -1338,7 +1339,7 @@ static inline struct glu glu_silu_clamp(float limit) {
         if (x / (1 + exp(-x)) < (double)limit) lo = x;
         else hi = x;
     }
-    const struct glu g = {(float)lo, limit, 1, 1, 0, 0, 0, false};
+    const struct glu g = {(float)lo, limit, 1, 1, 0, 0, 0, false, false};
     return g;
 }
 
@@ -2169,6 +2170,7 @@ struct family {
     enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
+    bool routes_input;    /* routers read the layer's input, without a norm */
     bool no_mtp;          /* MTP layers do not run: there is no reference for them */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
@@ -2654,6 +2656,8 @@ enum {
     X(void, clip, STEP_PARAMS, STEP_ARGS)                                                                              \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
     X(void, qk_norm_rows, STEP_PARAMS, STEP_ARGS)                                                                          \
+    /* out = x, before attention adds to it */                                                                         \
+    X(void, keep_input, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* out = grouped-query attention over the layer's cache, of q, k, v (in): norms the heads of q and k, rotates      \
        them, writes k and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in  \
        q after each head's query, with n_gate by those of in[3]. Overwrites q and k */                                 \
@@ -2694,7 +2698,7 @@ enum {
     /* in = norm(input); out = the layer's feed-forward of that: a dense one, or router, routed experts and shared     \
        expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM. Of a feed-forward in     \
        parts the dense one (dense) or the experts, for which in[1] = the norm of x that the router reads. Without a    \
-       norm `in` is there already, and x = the input */                                                                \
+       norm `in` is there already, and x = the input. Where routers read the layer's input, in[1] has it */            \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
     X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                       \
@@ -3604,7 +3608,8 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_JOINED] = m->n_mtp && m->family->mtp_before_norm ? m->n_hc * m->n_embd : 0;
     width[A_HC] = (m->n_hc + m->n_res) * m->n_embd;
     width[A_MIX] = m->hc_low ? m->n_hc : m->n_hc ? hc_mix_width(m) : blocks_mix_width(m);
-    width[A_PART] = width[A_ROUTED] = m->family->parts && m->n_expert_max ? m->n_embd : 0;
+    width[A_PART] = m->family->parts && m->n_expert_max ? m->n_embd : 0;
+    width[A_ROUTED] = m->family->routes_input ? m->n_embd : width[A_PART];
     width[A_HK] = width[A_HV] = m->n_res ? m->n_embd : 0;
     width[A_REL] = m->max.rel;
     width[A_SINK] = m->max.sinks;
@@ -3849,6 +3854,7 @@ struct gpu_dims {
     size_t logits;          /* floats of a row of logits, or 0 */
     size_t delta, planes;   /* tokens of a segment of a recurrent layer's prefill, or 0; max_dims.planes; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
+    size_t routed;          /* values of a layer's input that its router reads, or 0 */
     size_t mtp_hidden;      /* hidden states for the MTP layer in the first ring, */
     size_t mtp_own;         /* and in that of a timeline; 0: there is none */
     size_t timelines;       /* with the stem's */
@@ -3916,6 +3922,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
     d.sum16 = s.nccl ? d.n : 0;
     d.keys = (size_t)(m->max.planes ? m->max.mix - m->max.z : 0);
+    d.routed = m->family->routes_input ? (size_t)m->n_embd : 0;
     d.values = (size_t)m->max.values;
     d.planes = (size_t)m->max.planes;
     d.delta = d.planes && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
@@ -3954,6 +3961,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x_second, float, d.decode * d.act[A_X])                                                            \
     X(x32[A_H], float, d.n * d.act[A_H])                                                                 \
     X(x32[A_PART], float, d.n * d.act[A_PART])                                                           \
+    X(x32[A_ROUTED], float, d.n * d.routed)                                                              \
     X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                             \
     X(x32[A_QA], float, d.n * d.act[A_QA])                                                               \
     X(x32[A_Q], float, d.n * d.act[A_Q])                                                                 \
@@ -4816,8 +4824,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, gpt-oss, MiniMax, OLMoE, Llama,
- * Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, SmallThinker, gpt-oss, MiniMax,
+ * OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
  * ============================================================================================================ */
 
 /* Qwen3-MoE and the text part of Qwen3-VL, whose three positions of a token are the same in text: rope.dimension_sections
@@ -4935,13 +4943,15 @@ static void layer_step35(struct loader *l, struct layer *layer, int il) {
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
-/* Reads the metadata of grouped-query attention whose layers with a window alone are rotated: all but each fourth, unless
- * the file says otherwise. */
-static void read_rotated_windows(struct loader *l) {
+/* Reads the metadata of grouped-query attention whose layers with a window alone are rotated, where there are some: all but
+ * each fourth, the last of four or (full_first) the first, unless the file says otherwise. */
+static void read_rotated_windows(struct loader *l, double window_dflt, bool full_first) {
+    bool some = false;
     read_heads(l);
-    read_windows(l, KEY_REQUIRED, 4, false);
+    read_windows(l, window_dflt, 4, full_first);
+    for (int il = 0; il < model_blocks(l->m); il++) some |= l->window[il] > 0;
     const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
-    l->unrotated = true;
+    l->unrotated = some;
     loader_rope(l, "rope.freq_base", true, dim, &l->attn);
     l->unrotated = false;
     l->attn_window = l->attn;
@@ -4952,13 +4962,22 @@ static void read_rotated_windows(struct loader *l) {
  * engine says which keys it sees. */
 static void read_exaone(struct loader *l) {
     l->rope_factors = true;
-    read_rotated_windows(l);
+    read_rotated_windows(l, KEY_REQUIRED, false);
 }
 
 /* Reads the metadata of Trinity. */
 static void read_afmoe(struct loader *l) {
-    read_rotated_windows(l);
+    read_rotated_windows(l, KEY_REQUIRED, false);
     l->m->embd_scale = sqrtf((float)l->m->n_embd);
+}
+
+/* Reads the metadata of SmallThinker, some of which have no windows. */
+static void read_smallthinker(struct loader *l) { read_rotated_windows(l, 0, true); }
+
+/* A layer of SmallThinker. */
+static void layer_smallthinker(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->glu.relu = true;
 }
 
 /* A layer of Trinity. */
@@ -4972,7 +4991,7 @@ static void layer_afmoe(struct loader *l, struct layer *layer, int il) {
  * and chosen experts count alike. llama.cpp's converter keeps the layer for multi-token prediction. */
 static void read_cohere2moe(struct loader *l) {
     l->rope_pairs = true;
-    read_rotated_windows(l);
+    read_rotated_windows(l, KEY_REQUIRED, false);
     l->logit_scale = 1 / loader_num(l, "logit_scale");
     l->mean_experts = true;
 }
@@ -5146,6 +5165,7 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
     LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
            {&l->wk_index, A_IK}, {&l->wq_index, A_IQ});
     if (l->attn.clip > 0) step_add(p, OP_clip, il, SLOTS(A_Q, A_K, A_V), ACT_COUNT);
+    if (m->family->routes_input) step_add(p, OP_keep_input, il, SLOTS(ACT_COUNT), A_ROUTED)->x = A_X;
     if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_qk_norm_rows, il, SLOTS(A_Q, A_K), ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK), ACT_COUNT);
     step_add(p, OP_attention, il, SLOTS(A_Q, A_K, A_V, l->attn.n_gate ? A_GATE : ACT_COUNT), A_ATT);
@@ -6157,6 +6177,7 @@ static void forward_ffn(struct program *p, const struct model *m, int il) {
                             : l->parallel                 ? (struct input){A_H, A_X, partial, NULL, NULL}
                                                           : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
     struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
+    if (m->family->routes_input) s->in[1] = A_ROUTED;
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
     for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
@@ -6334,6 +6355,8 @@ static const struct family families[] = {
      .read = read_cohere2moe, .layer = layer_cohere2moe},
     {.arch = "dbrx",      .gating = GATING_SOFTMAX, .norm_topk_prob = true, .norm = NORM_MEAN,
      .read = read_dbrx,     .layer = layer_dbrx},
+    {.arch = "smallthinker", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .routes_input = true,
+     .read = read_smallthinker, .layer = layer_smallthinker},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mellum",    .gating = GATING_SOFTMAX, .norm_topk_prob = true,
@@ -7582,6 +7605,11 @@ static const struct synth synths[] = {
      "context_length=32768 embedding_length=6144 block_count=40 attention.head_count=48 attention.head_count_kv=8 "
      "attention.layer_norm_epsilon=1e-5 attention.clamp_kqv=8 expert_count=16 expert_used_count=4 "
      "expert_feed_forward_length=10752 vocab_size=100352 rope.freq_base=500000"},
+    {"smallthinker-21b-a3b", "smallthinker", .keys =
+     "context_length=16384 embedding_length=2560 block_count=52 feed_forward_length=768 attention.head_count=28 "
+     "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 attention.sliding_window=4096 "
+     "expert_count=64 expert_used_count=6 expert_feed_forward_length=768 expert_gating_func=2 vocab_size=151936 "
+     "expert_weights_norm=true rope.freq_base=1.5e6"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -8309,8 +8337,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "token_embd.weight", 0);
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
     if (!m.hc_low)
-        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, m.family->last_norm ? m.family->last_norm : "output_norm.weight",
-                  0);
+        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, m.family->last_norm ? m.family->last_norm : "output_norm.weight", 0);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
     if (m.n_res) {
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
@@ -14974,6 +15001,10 @@ static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int r
         for (int i = 0; i < n; i++) gate[i] *= up[i];
         return;
     }
+    if (g->relu) {
+        for (int i = 0; i < n; i++) gate[i] = fmaxf(gate[i], 0.0f) * up[i];
+        return;
+    }
     if (g->up_max > 0) {
         for (int i = 0; i < n; i++) gate[i] = g->alpha * fminf(gate[i], g->gate_max);
         for (int i = 0; i < n; i++) up[i] = fmaxf(-g->up_max, fminf(up[i], g->up_max)) * g->factor + g->offset;
@@ -15154,12 +15185,18 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act routed, enum
     if (r->stats) stats_add(r, il, x);
 }
 
+static void cpu_keep_input(struct rank *r, const struct step *s) {
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        memcpy(act_row(r, s->out[0], t), act_row(r, s->x, t), (size_t)r->width[s->x] * sizeof(float));
+    op_end(0, "router's input");
+}
+
 static void cpu_norm_ffn(struct rank *r, const struct step *s) {
     norm_input(r, s);
     const struct layer *layer = &r->m->layers[s->il];
-    const bool parts = s->in[1] != ACT_COUNT;
-    if (parts) norm_rows(r, s->x, layer->router_norm, s->in[1]);
-    if (layer->n_expert && !s->dense) ffn_routed(r, s->il, s->in[0], s->in[parts], s->out[0]);
+    const bool apart = s->in[1] != ACT_COUNT; /* the router reads other rows than the experts */
+    if (layer->router_norm && apart) norm_rows(r, s->x, layer->router_norm, s->in[1]);
+    if (layer->n_expert && !s->dense) ffn_routed(r, s->il, s->in[0], s->in[apart], s->out[0]);
     else ffn_dense(r, s->il, s->dense, s->in[0], s->out[0]);
 }
 
@@ -30976,6 +31013,7 @@ enum decode_kernel {
     DECODE_MAMBA,
     DECODE_MAMBA_NORM,
     DECODE_CONV,
+    DECODE_KEEP_INPUT,
     DECODE_BLOCKS,
     DECODE_MESSAGE,
     DECODE_REL,
@@ -31036,6 +31074,7 @@ static const struct {
     [DECODE_MAMBA] = {"k_mamba_scan", 2.0},          /* likewise */
     [DECODE_MAMBA_NORM] = {"k_mamba_finish", 0.9},   /* a latency of L2, and a sum over the block */
     [DECODE_CONV] = {"k_gated_conv", 0.6},           /* two latencies of L2 */
+    [DECODE_KEEP_INPUT] = {"k_keep_input", 0.3},     /* a latency of L2 */
     [DECODE_BLOCKS] = {"k_blocks", 4.0},             /* latencies of L2, one or two for each block */
     [DECODE_MESSAGE] = {"k_mix_message", 0.9},       /* two latencies of L2, and a sum over the block */
     [DECODE_REL] = {"k_rel_prepare", 0.8},           /* three latencies of L2, and a norm */
@@ -31338,6 +31377,7 @@ static void launches_of(struct launches *k, const struct step *s) {
                        READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip) + state - index - recent, 0);
         launch_add(k, DECODE_MAMBA_NORM, READS(&l->delta_norm), 0);
         break;
+    case OP_keep_input: launch_add(k, DECODE_KEEP_INPUT, 0, 0); break;
     case OP_gated_conv: k->attention = launch_add(k, DECODE_CONV, READS(&l->conv) + state, 0); break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_read_blocks: launch_add_blocks(k, s); break;

@@ -2666,6 +2666,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
         y = p.glu[entry].gate_cap > 0 ? glu_capped(p.glu[entry], g, u)
             : p.glu[entry].gelu       ? gelu_mul(g, u)
+            : p.glu[entry].relu       ? fmaxf(g, 0) * u
                                       : silu_mul(g, u);
     } else {
         y = relu_square(fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS), up_scale, bias[TILE_ROWS + r]));
@@ -3685,6 +3686,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
                 UNROLL for (int q = 0; q < 4; q++) v[q] = glu_capped(p.glu, v[q], u[q]) / HIDDEN_SCALE;
             } else if (GLU && keep((uint32_t)p.glu.gelu)) {
                 UNROLL for (int q = 0; q < 4; q++) v[q] = gelu_mul(v[q], u[q]) / HIDDEN_SCALE;
+            } else if (GLU && keep((uint32_t)p.glu.relu)) {
+                UNROLL for (int q = 0; q < 4; q++) v[q] = fmaxf(v[q], 0) * u[q] / HIDDEN_SCALE;
             } else if (GLU) {
                 UNROLL for (int q = 0; q < 4; q++) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
             }
@@ -10956,6 +10959,14 @@ static void experts_in_waves(struct rank *r, int il, const struct expert_cache *
     launches_overlap = overlap;
 }
 
+/* to = from, n vectors. Grid: ceil(n / 256), block: 256. Moves 32 bytes a vector: latency. */
+__global__ void __launch_bounds__(256) k_keep_input(const float4 *from, float4 *to, size_t n) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (i < n) to[i] = from[i];
+}
+
 /* The feed-forward with experts. norm: what x is where the router makes it, for norm_fuses; otherwise x holds it.
  * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them, or the CPU; where these
  * experts may need more than the slots, a group of tokens after the other. Prefill, and any forward whose statistics are
@@ -10964,6 +10975,7 @@ static void experts_in_waves(struct rank *r, int il, const struct expert_cache *
 static void moe_ffn(struct rank *r, const struct step *step, struct norm_input norm) {
     const int il = step->il;
     const enum act x = step->in[0], out = step->out[0];
+    const enum act reads = r->m->family->routes_input ? step->in[1] : x; /* of the router */
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
@@ -10978,7 +10990,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     p.shared = layer->sh_weight;
     p.given = layer->expert_ids;
     p.tokens = c->tokens;
-    p.x = c->x32[x];
+    p.x = c->x32[reads];
     p.n_tok = r->n_tok;
     p.n_expert = layer->n_expert;
     p.k = layer->n_expert_used;
@@ -10990,7 +11002,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
         p.cache = cache;
         for (int first = 0; first < r->n_tok; first += group) {
             p.n_tok = min(group, r->n_tok - first);
-            p.x = c->x32[x] + (size_t)first * (size_t)r->width[x];
+            p.x = c->x32[reads] + (size_t)first * (size_t)r->width[x];
             p.tokens = c->tokens + first;
             profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
                          m->n_embd, p.w16 ? "bf16" : "f32");
@@ -11072,14 +11084,22 @@ static void parts_norm(struct rank *r, const struct step *s, const float *router
     add_norm<PARTIAL_OWN>(&a, (unsigned)r->n_tok, r->cuda->stream);
 }
 
+static void cuda_keep_input(struct rank *r, const struct step *s) {
+    const size_t n = (size_t)r->n_tok * (size_t)r->width[s->x] / 4;
+    LAUNCH_PDL(k_keep_input, (unsigned)((n + 255) / 256), 256, 0, r->cuda->stream, (const float4 *)r->cuda->x32[s->x],
+               (float4 *)r->cuda->x32[s->out[0]], n);
+}
+
 static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats, routed = layer->n_expert && !s->dense;
+    const bool early = r->m->family->routes_input; /* the router does not read what it norms */
     struct norm_input norm = {};
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0]);
-    else if (s->norm && decode && routed && norm_fuses(r, s->x, s->partial) && decode_group(r, s->il) == r->n_tok)
+    else if (s->norm && decode && routed && !early && norm_fuses(r, s->x, s->partial) &&
+             decode_group(r, s->il) == r->n_tok)
         norm = norm_input_of(r, s->x, s->partial, s->norm);
-    else if (s->in[1] != ACT_COUNT) parts_norm(r, s, layer->router_norm);
+    else if (s->in[1] != ACT_COUNT && !early) parts_norm(r, s, layer->router_norm);
     else if (s->norm || s->partial != ACT_COUNT) norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
     if (norm.x && s->in[1] != ACT_COUNT) norm.weight = layer->router_norm, norm.weight16 = s->norm;
     if (routed) moe_ffn(r, s, norm);

@@ -3383,6 +3383,34 @@ static const struct renaming dbrx_names[] = {{"self_attn.qkv_proj", "norm_attn_n
                                              {"model.embed_tokens", "model.wte", EVERYWHERE},
                                              {"model.norm", "model.norm_f", EVERYWHERE},
                                              {NULL, NULL, EVERYWHERE}};
+/* Whether a layer of SmallThinker has a window. */
+static bool is_windowed_smallthinker(int layer) {
+    return json_element(get_list(src.cfg, "sliding_window_layout"), (size_t)layer) == 1;
+}
+
+/* Reads the keys of SmallThinker. GGUF files say neither which layers have windows nor which are rotated: the first of
+ * each four layers has no window and no rotation, or no layer has a window and all are rotated. */
+static void config_smallthinker(void) {
+    struct doc c = src.cfg;
+    json_t *windows = get_list(c, "sliding_window_layout"), *turned = get_list(c, "rope_layout");
+    bool some = false;
+    for (int l = 0; l < src.n_layer; l++) some |= is_windowed_smallthinker(l);
+    for (int l = 0; l < src.n_layer; l++) {
+        const int64_t window = json_element(windows, (size_t)l);
+        expect(c, "sliding_window_layout", window == (some && l % 4),
+               some ? "0 for the first of each four layers and 1 for the others" : "0 for each layer");
+        expect(c, "rope_layout", json_element(turned, (size_t)l) == (!some || window),
+               some ? "the same as sliding_window_layout" : "1 for each layer");
+    }
+    if (some) src.window = size_of("sliding_window_size");
+    if (!get_bool(c, "moe_primary_router_apply_softmax", false)) src.gating = GATING_SIGMOID;
+}
+static const struct renaming smallthinker_names[] = {
+    {"mlp.gate", "block_sparse_moe.primary_router", EVERYWHERE},
+    {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.gate", EVERYWHERE},
+    {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.up", EVERYWHERE},
+    {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.down", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
 
 /* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
@@ -4188,6 +4216,13 @@ static const struct release {
      .src = {.arch = "dbrx", .renaming = dbrx_names, .layers = "blocks.", .is_dense = is_dense_never,
              .experts_key = "num_local_experts", .width_key = "ffn_hidden_size", .flat_experts = true,
              .norm_key = "", .norm_topk_prob = true, .eps = 1e-5, .put = put_dbrx}},
+    {.type = "smallthinker", .config = config_smallthinker,
+     .fixed = "moe_enable_early_router true moe_enable_secondary_experts false moe_shared_primary_experts 0 "
+              "use_qk_norm false norm_topk_prob true",
+     .src = {.arch = "smallthinker", .renaming = smallthinker_names, .is_dense = is_dense_never,
+             .is_windowed = is_windowed_smallthinker, .experts_key = "moe_num_primary_experts",
+             .top_k_key = "moe_num_active_primary_experts", .width_key = "moe_ffn_hidden_size",
+             .dense_key = "moe_ffn_hidden_size", .norm_key = "", .norm_topk_prob = true}},
     {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
@@ -6802,7 +6837,7 @@ static const struct manual manual = {
              "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
              "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe,\n"
-             "cohere2_moe, dbrx, lfm2_moe, gpt_oss,\n"
+             "cohere2_moe, dbrx, lfm2_moe, smallthinker, gpt_oss,\n"
              "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
              "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
              "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"

@@ -942,7 +942,8 @@ static const char *after(const char *name, const char *word) {
 /* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix, or "mtp.0.ffn.gate.weight". */
 static struct parsed_name name_parse(const char *name) {
     static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "feed_forward.", "moe.", "mixer.", ""};
-    static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
+    static const char routers[] =
+        "gate router primary_router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
     const char *p = after(name, ".layers."), *mtp = p ? NULL : after(name, ".mtp.");
@@ -998,9 +999,11 @@ static struct doc hf_config, hf_text, hf_quant,
 /* Keys of config.json for the number of experts, for those of a token, and for groups of experts. The first may be lists
  * with a number for every layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config
  * are. */
-static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
-static const char *const top_k_keys[] = {"num_experts_per_tok",   "moe_k",         "moe_top_k",
-                                         "num_experts_per_token", "top_k_experts", "moe_topk"};
+static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
+                                         "moe_num_primary_experts"};
+static const char *const top_k_keys[] = {"num_experts_per_tok",           "moe_k",         "moe_top_k",
+                                         "num_experts_per_token",         "top_k_experts", "moe_topk",
+                                         "moe_num_active_primary_experts"};
 static const char *const group_keys[] = {"n_group", "num_expert_group"};
 static const char sparsity_key[] = "moe_sparsity_config", layers_key[] = "per_layer_num_experts";
 
@@ -1041,7 +1044,7 @@ static void hf_read_layers(void) {
         bool router =
             p.role == ROUTER && (ends_with(p.rest, ".gate.weight") || ends_with(p.rest, ".router.weight") ||
                                  ends_with(p.rest, ".gate.wg.weight") || ends_with(p.rest, ".router.layer.weight") ||
-                                 !strcmp(p.rest, "router.proj.weight"));
+                                 ends_with(p.rest, ".primary_router.weight") || !strcmp(p.rest, "router.proj.weight"));
         bool table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers))

@@ -461,6 +461,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_mamba         pair_delta(r, "mamba", s->il, s->out[0])
 #define PAIR_IN_gated_conv     pair_in_step(r, s)
 #define PAIR_OUT_gated_conv    pair_out_gated_conv(r, s->il, s->out[0])
+#define PAIR_IN_keep_input     pair_in(r, (const enum act[]){s->x, ACT_COUNT})
+#define PAIR_OUT_keep_input    pair_slot(r, "keep_input", s->il, s->out[0], r->m->n_embd, false)
 #define PAIR_IN_norm_ffn       pair_in_step(r, s)
 #define PAIR_OUT_norm_ffn      pair_out_ffn(r, s)
 #define PAIR_IN_add_result     pair_in(r, (const enum act[]){s->x, s->in[0], s->in[1], ACT_COUNT})
@@ -911,6 +913,8 @@ static void test_cuda_operations(void) {
                                         "deepseek_v2",
                                         "lfm2_moe",
                                         "lfm2_moe_nvfp4",
+                                        "smallthinker",
+                                        "smallthinker_nvfp4",
                                         "inkling2_loop",
                                         "inkling2_nvfp4",
                                         "qwen4_exp",
@@ -1012,6 +1016,18 @@ void cuda_test_mamba(void) {
         synth_make(&m, &mamba_shapes[i], NULL, false);
         pair_forwards(m.name, &m, KV_FP8, 384, 2, MOE_ACT_F16, n);
         model_free(&m);
+    }
+}
+
+/* Routers that read a layer's input, and experts gated by ReLU: decode, prefill, and statistics of a forward. */
+void cuda_test_early_router(void) {
+    static const char *const names[] = {"smallthinker", "smallthinker_nvfp4"};
+    static const int n[] = {40, 1, 16, 9, 2, 17, 0};
+    cuda_test_begin(23);
+    for (int f = 0; f < 2; f++) {
+        const struct model *m = fixture_keep(names[f]);
+        if (!m) return;
+        pair_forwards(names[f], m, f ? KV_FP8 : KV_BF16, 128, 0, MOE_ACT_F16, n);
     }
 }
 
@@ -3651,8 +3667,9 @@ static void test_cuda_decode_bench(void) {
         {"cuda/streams", test_cuda_streams}, {"cuda/latents", test_cuda_latents}, {"cuda/lagging", cuda_test_lagging}, \
         {"cuda/ring", test_cuda_ring}, {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},         \
         {"cuda/kda", cuda_test_kda}, {"cuda/mamba", cuda_test_mamba}, {"cuda/gated-conv", cuda_test_gated_conv},       \
-        {"cuda/relative", cuda_test_relative}, {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, \
-        {"cuda/wide", test_cuda_wide}, {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals}, \
+        {"cuda/early-router", cuda_test_early_router}, {"cuda/relative", cuda_test_relative},                          \
+        {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide},         \
+        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
         {"cuda/parts", test_cuda_parts}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \

@@ -260,7 +260,7 @@ struct matrix {
 struct glu_kind {
     struct glu (*make)(float limit) = NULL; /* NULL: without limits */
     double limit = 0;
-    bool gelu = false;
+    bool gelu = false, relu = false;
 };
 static double glu(const struct glu_kind &k, double g, double u) {
     const double clamped = fmax(-k.limit, fmin(u, k.limit));
@@ -268,15 +268,17 @@ static double glu(const struct glu_kind &k, double g, double u) {
     if (k.make == glu_oai) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
     if (k.make == glu_silu_clamp) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
     if (k.gelu) y = g / 2 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u;
+    if (k.relu) y = fmax(g, 0) * u;
     return y / (double)HIDDEN_SCALE;
 }
 static const char *glu_name(const struct glu_kind &k) {
-    if (k.gelu) return "GELU";
+    if (k.gelu || k.relu) return k.relu ? "ReLU" : "GELU";
     return k.make == glu_oai ? "OAI" : k.make == glu_silu_clamp ? "clamped SiLU" : k.make ? "clamped" : "SiLU";
 }
 static struct glu glu_of(const struct glu_kind &k) {
     struct glu none = {};
     none.gelu = k.gelu;
+    none.relu = k.relu;
     return k.make ? k.make((float)k.limit) : none;
 }
 
@@ -479,7 +481,7 @@ static void run_gemm_quads(enum gguf_type type, bool fp4, bool gated, int n_in) 
 extern "C" void cuda_test_gemm(void) {
     const bool fp4 = cuda_test_begin(1);
     static const struct glu_kind oai = {glu_oai, 7}, low = {glu_oai, 0.75}, clamp = {glu_silu_clamp, 0.75},
-                                 gelu = {NULL, 0, true};
+                                 gelu = {NULL, 0, true}, relu = {NULL, 0, false, true};
     for (auto &type : matrix_types)
         for (int i = 0; i < 2; i++) {
             const bool gated = i;
@@ -542,6 +544,7 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"clamped", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, true, true, clamp});
             run_gemm({"clamped, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {300}, false, false, false, clamp});
             run_gemm({"GELU", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, false, true, gelu});
+            run_gemm({"ReLU", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, false, true, relu});
             run_gemm({"GELU, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {70}, true, false, false, gelu});
             run_gemm({"weighted later",
                       type.type,

@@ -21,6 +21,7 @@ extern "C" void cuda_test_kda(void);
 extern "C" void cuda_test_pools(void);
 extern "C" void cuda_test_mamba(void);
 extern "C" void cuda_test_gated_conv(void);
+extern "C" void cuda_test_early_router(void);
 extern "C" void cuda_test_relative(void);
 extern "C" void cuda_test_results(void);
 extern "C" void cuda_test_parts(void);
@@ -65,6 +66,7 @@ static const struct {
                     {"pools", cuda_test_pools},
                     {"mamba", cuda_test_mamba},
                     {"gated-conv", cuda_test_gated_conv},
+                    {"early-router", cuda_test_early_router},
                     {"relative", cuda_test_relative},
                     {"results", cuda_test_results},
                     {"parts", cuda_test_parts},
@@ -767,6 +769,13 @@ static void taps_one_fewer(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_delta_", args, [](auto &a) { a.shape.n_conv--; });
 }
 
+static void decode_without_relu(const char *launch, void *args) {
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) { a.glu[0].relu = false; });
+}
+static void prefill_without_relu(const char *launch, void *args) {
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.glu.relu = false; });
+}
+
 template <class F>
 static void change_gated(const char *launch, void *args, F f) {
     change_if<struct gated_conv_args>(launch, "k_gated_conv", args, f);
@@ -1350,6 +1359,8 @@ static const struct {
                 {"parallel", "rings of Mamba-2 are the first timeline's", mamba_rings_of_first},
                 {"parallel", "rings of Mamba-2 become the first timeline's", mamba_rings_to_first},
                 {"parallel", "states of Mamba-2 are the first timeline's", mamba_states_of_first},
+                {"early-router", "decode joins gate and up by SiLU", decode_without_relu},
+                {"early-router", "prefill joins gate and up by SiLU", prefill_without_relu},
                 {"gated-conv", "a channel has the taps of the next", gated_taps_of_next},
                 {"gated-conv", "a gated convolution has a tap fewer", gated_tap_fewer},
                 {"gated-conv", "gates of the input and of the result are exchanged", gates_exchanged},

@@ -586,6 +586,11 @@ static void test_fixtures_lfm2(void) {
     check_fixture("lfm2_moe_nvfp4", NULL);
 }
 
+static void test_fixtures_smallthinker(void) {
+    check_fixture("smallthinker", NULL);
+    check_fixture("smallthinker_nvfp4", NULL);
+}
+
 static void test_fixtures_inkling2(void) {
     check_fixture("inkling2_loop", NULL);
     check_fixture("inkling2_nvfp4", NULL);
@@ -2021,14 +2026,15 @@ static void test_cpu_profile(void) {
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
-        {"model/fixtures-lfm2", test_fixtures_lfm2}, {"model/fixtures-inkling2", test_fixtures_inkling2},              \
-        {"model/fixtures-glm5-next", test_fixtures_glm5_next}, {"model/fixtures-qwen4", test_fixtures_qwen4},          \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},          \
-        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                          \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},   \
-        {"model/router", test_router}, {"model/glu", test_glu}, {"model/streams", test_streams},                       \
-        {"model/streams-low", test_streams_low}, {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},   \
+        {"model/fixtures-lfm2", test_fixtures_lfm2}, {"model/fixtures-smallthinker", test_fixtures_smallthinker},      \
+        {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-glm5-next", test_fixtures_glm5_next},    \
+        {"model/fixtures-qwen4", test_fixtures_qwen4}, {"model/fixtures-reap", test_fixtures_reap},                    \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
+        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/streams-low", test_streams_low},             \
+        {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

@@ -1497,6 +1497,33 @@ def block(W, config, x, p, layer):
     return x + ffn(W, h, p + "mlp.", clamped(config))
 
 
+def thinker_trunk(W, config, ids):
+    """The rows after the final norm of SmallThinker."""
+    x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["head_dim"]
+    for layer, (window, turned) in enumerate(zip(config["sliding_window_layout"], config["rope_layout"])):
+        p = f"model.layers.{layer}."
+        logits = x @ W.get(p + "block_sparse_moe.primary_router.weight").T
+        best = np.argsort(-logits, -1)[:, :config["moe_num_active_primary_experts"]]
+        weight = np.take_along_axis(logits, best, -1)
+        weight = softmax(weight) if config["moe_primary_router_apply_softmax"] else sigmoid(weight)
+        weight = weight / weight.sum(-1, keepdims=True)
+        h = norm(W, config, x, p + "input_layernorm.weight")
+        q, k, v = ((h @ W.get(f"{p}self_attn.{c}_proj.weight").T).reshape(n, -1, d) for c in "qkv")
+        if turned:
+            angle = np.arange(n)[:, None, None] * config["rope_theta"] ** (-2.0 * np.arange(d // 2) / d)
+            turn = lambda t: np.concatenate([t[..., :d // 2] * np.cos(angle) - t[..., d // 2:] * np.sin(angle),
+                                             t[..., d // 2:] * np.cos(angle) + t[..., :d // 2] * np.sin(angle)], -1)
+            q, k = turn(q), turn(k)
+        y = attend(q, k, v, d ** -0.5, config["sliding_window_size"] if window else None)
+        x = x + y @ W.get(p + "self_attn.o_proj.weight").T
+        h = norm(W, config, x, p + "post_attention_layernorm.weight")
+        for e in range(logits.shape[1]):
+            token, slot = np.nonzero(best == e)
+            x[token] += weight[token, slot, None] * ffn(W, h[token], f"{p}block_sparse_moe.experts.{e}.",
+                                                        lambda g, u: np.maximum(g, 0) * u, ("gate", "up", "down"))
+    return norm(W, config, x, "model.norm.weight")
+
+
 def lfm2_trunk(W, config, ids):
     """The rows after the final norm of LFM2."""
     x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["hidden_size"] // config["num_attention_heads"]
@@ -1679,6 +1706,8 @@ def trunk(W, config, ids):
         return v4_trunk(W, config, ids)
     if config["model_type"] == "lfm2_moe":
         return lfm2_trunk(W, config, ids)
+    if config["model_type"] == "smallthinker":
+        return thinker_trunk(W, config, ids)
     if config["model_type"] == "deepseek_v41_text":
         return v41_trunk(W, config, ids)
     if config["model_type"] == "nemotron_h":

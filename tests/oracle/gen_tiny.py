@@ -401,6 +401,20 @@ def dbrx(attention, ffn, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def smallthinker(kinds, **changes):
+    """config.json in the words of SmallThinker.  kinds: L for a layer with a window, G for one without."""
+    windows = [int(k == "L") for k in kinds]
+    return {"architectures": ["SmallThinkerForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
+            "eos_token_id": [IM_END, EOT], "head_dim": 64, "hidden_size": 64, "initializer_range": 0.02,
+            "max_position_embeddings": 4096, "model_name": "smallthinker_tiny", "model_type": "smallthinker",
+            "moe_ffn_hidden_size": 64, "moe_num_active_primary_experts": 3, "moe_num_primary_experts": 8,
+            "moe_primary_router_apply_softmax": False, "norm_topk_prob": True, "num_attention_heads": 4,
+            "num_hidden_layers": len(kinds), "num_key_value_heads": 2, "pad_token_id": EOT, "rms_norm_eps": 1e-6,
+            "rope_layout": windows if any(windows) else [1] * len(kinds), "rope_scaling": None, "rope_theta": 1500000.0,
+            "sliding_window_layout": windows, "sliding_window_size": 8, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "vocab_size": VOCAB, **changes}
+
+
 def lfm2(kinds, **changes):
     """config.json in the words of LFM2-8B-A1B.  kinds: C for a layer with a gated convolution, A for one with
     attention."""
@@ -1019,6 +1033,8 @@ HUB_NAMES = {
         (r"\.(\w+)_message_gate\.", r".controllers.\1."), (r"\.down_proj\.weight", ".down_weight"),
         (r"\.forget_gate_proj\.weight", ".forget_weight"), (r"\.message_gate_proj\.weight", ".gain_weight")],
     "nemotron_h": [(r"^model\.", "backbone.")], "nemotron_h saved": [],
+    "smallthinker": [(r"\.block_sparse_moe\.gate\.", ".block_sparse_moe.primary_router."),
+                     (r"(\.experts\.\d+\.\w+)_proj", r"\1")],
     "lfm2_moe": [(r"(\.experts\.\d+)\.gate_proj", r"\1.w1"), (r"(\.experts\.\d+)\.up_proj", r"\1.w3"),
                  (r"(\.experts\.\d+)\.down_proj", r"\1.w2")],
 }
@@ -1338,6 +1354,12 @@ SPECS = {
                              {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 2}, d_model=192, n_heads=3),
                         rope_type="default", rope_theta=10000.0),
         declare="modelopt_experts", store=[(r"_linear\.", "nvfp4")], loud="w2_linear"),
+    "smallthinker": dict(config=smallthinker("GLLLG"), positions=72),
+    "smallthinker_nvfp4": dict(
+        config=smallthinker("GG", hidden_size=128, moe_ffn_hidden_size=128, moe_num_active_primary_experts=2,
+                            moe_num_primary_experts=6, moe_primary_router_apply_softmax=True, num_attention_heads=3,
+                            num_key_value_heads=1, sliding_window_size=4096, tie_word_embeddings=True),
+        declare="modelopt_experts", store=[(r"\.experts\.\d+\.", "nvfp4")]),
     "lfm2_moe": dict(config=lfm2("CAC"), positions=72),
     "lfm2_moe_nvfp4": dict(
         config=lfm2("CCAC", conv_L_cache=4, hidden_size=192, moe_intermediate_size=128, norm_topk_prob=False,
@@ -1597,7 +1619,7 @@ def draw(fixture, name, shape, tied, centred):
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
             "conv1d": 1.5, "out_proj": 2, "router": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5, "Wqkv": 1.25,
             "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3, "input_mix_weight_down": 8,
-            "input_linear": 1.5, "output_linear": 2, "layer": 2, "input_mix_weight_up": 4, "block_inject_weight": 5}
+            "primary_router": 1.5, "down": 2, "input_linear": 1.5, "output_linear": 2, "layer": 2, "input_mix_weight_up": 4, "block_inject_weight": 5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -1899,10 +1921,116 @@ def make_composed(config):
     return model.float().eval()
 
 
+class Rms(torch.nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class ThinkerRouter(torch.nn.Module):
+    """The router of SmallThinker: the best experts by their logits, weighted by a softmax or normed sigmoids of these."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(config["moe_num_primary_experts"], config["hidden_size"]))
+        self.k, self.softmax = config["moe_num_active_primary_experts"], config["moe_primary_router_apply_softmax"]
+
+    def forward(self, x):
+        logits = x @ self.weight.T
+        best = logits.topk(self.k)
+        weight = best.values.softmax(-1) if self.softmax else best.values.sigmoid()
+        return logits, weight / weight.sum(-1, keepdim=True), best.indices
+
+
+class ThinkerExperts(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        n, width, hidden = (config[k] for k in ("moe_num_primary_experts", "moe_ffn_hidden_size", "hidden_size"))
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(n, 2 * width, hidden))
+        self.down_proj = torch.nn.Parameter(torch.empty(n, hidden, width))
+
+    def forward(self, x, weight, chosen):
+        out = torch.zeros_like(x)
+        for e in chosen.unique():
+            token, place = torch.where(chosen == e)
+            gate, up = (x[token] @ self.gate_up_proj[e].T).chunk(2, -1)
+            out.index_add_(0, token, weight[token, place, None] * ((gate.relu() * up) @ self.down_proj[e].T))
+        return out
+
+
+class ThinkerLayer(torch.nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        linear = lambda rows, cols: torch.nn.Linear(cols, rows, bias=False)
+        hidden, self.head = config["hidden_size"], config["head_dim"]
+        q, kv = (self.head * config[k] for k in ("num_attention_heads", "num_key_value_heads"))
+        self.window = config["sliding_window_size"] if config["sliding_window_layout"][layer] else None
+        self.turns = config["rope_layout"][layer]
+        self.self_attn, self.block_sparse_moe = torch.nn.Module(), torch.nn.Module()
+        self.self_attn.q_proj, self.self_attn.o_proj = linear(q, hidden), linear(hidden, q)
+        self.self_attn.k_proj, self.self_attn.v_proj = linear(kv, hidden), linear(kv, hidden)
+        self.self_attn.scaling = self.head**-0.5
+        self.block_sparse_moe.gate, self.block_sparse_moe.experts = ThinkerRouter(config), ThinkerExperts(config)
+        self.input_layernorm = Rms(hidden, config["rms_norm_eps"])
+        self.post_attention_layernorm = Rms(hidden, config["rms_norm_eps"])
+
+    def attention(self, x, cos, sin):
+        n, own = len(x), self.self_attn
+        q, k, v = (p(x).reshape(n, -1, self.head).transpose(0, 1) for p in (own.q_proj, own.k_proj, own.v_proj))
+        if self.turns:
+            half = lambda t: torch.cat([-t[..., self.head // 2:], t[..., :self.head // 2]], -1)
+            q, k = (t * cos + half(t) * sin for t in (q, k))
+        k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        unseen = (distance < 0) | (distance >= (self.window or n))
+        score = (q @ k.mT * own.scaling).masked_fill(unseen, -math.inf)
+        return own.o_proj((score.softmax(-1) @ v).transpose(0, 1).reshape(n, -1))
+
+    def forward(self, x, cos, sin):
+        _, weight, chosen = self.block_sparse_moe.gate(x)
+        x = x + self.attention(self.input_layernorm(x), cos, sin)
+        return x + self.block_sparse_moe.experts(self.post_attention_layernorm(x), weight, chosen)
+
+
+class SmallThinker(torch.nn.Module):
+    """SmallThinker, which transformers does not have, by the releases' own modeling code: the router reads what comes into
+    the layer, without a norm."""
+
+    def __init__(self, config):
+        super().__init__()
+        hidden, vocab, self.model = config["hidden_size"], config["vocab_size"], torch.nn.Module()
+        self.model.embed_tokens = torch.nn.Embedding(vocab, hidden)
+        self.model.layers = torch.nn.ModuleList(ThinkerLayer(config, i) for i in range(config["num_hidden_layers"]))
+        self.model.norm = Rms(hidden, config["rms_norm_eps"])
+        self.lm_head = torch.nn.Linear(hidden, vocab, bias=False)
+        self.tied, self.config = config["tie_word_embeddings"], types.SimpleNamespace(**config)
+        inverse = config["rope_theta"] ** (-torch.arange(0, config["head_dim"], 2, dtype=torch.float) / config["head_dim"])
+        self.model.rotary_emb = types.SimpleNamespace(inv_freq=inverse, attention_scaling=1.0)
+
+    def tie_weights(self):
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids, **_):
+        angle = torch.outer(torch.arange(input_ids.shape[1]).float(), self.model.rotary_emb.inv_freq).repeat(1, 2)
+        rows = []
+        for ids in input_ids:
+            x = self.model.embed_tokens(ids)
+            for layer in self.model.layers:
+                x = layer(x, angle.cos(), angle.sin())
+            rows.append(self.lm_head(self.model.norm(x)))
+        return types.SimpleNamespace(logits=torch.stack(rows))
+
+
 def make_model(config):
     """The transformers model of a configuration in hub form."""
     if config["model_type"] in ("deepseek", "bailing_moe"):
         return make_composed(config)
+    if config["model_type"] == "smallthinker":
+        return SmallThinker(config).eval()
     known = reference_config(config)
     cls = getattr(transformers, known["architectures"][0])
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
@@ -2554,7 +2682,8 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
     one of logits."""
-    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k", "top_k_experts", "moe_topk")
+    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k", "top_k_experts", "moe_topk",
+                                          "moe_num_active_primary_experts")
              if name in config)
     k = k[0] if isinstance(k, list) else k
     gap = torch.full((len(logits),), math.inf)
@@ -2899,7 +3028,7 @@ def declare(kind, names):
     if kind == "modelopt_experts":  # an MTP layer is left as it was
         mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
-            "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
+            "lm_head", "*mlp.gate", "*primary_router", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
     if kind == "modelopt_glm_dsa":  # the same list in both files, but for the names; the MTP layer is left as it was
         layers = 1 + max(int(m[1]) for n in names if (m := re.match(r"model\.layers\.(\d+)\.", n)))
         sparse = [f"model.layers.{i}" for i in range(1, layers - 1)]
