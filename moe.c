@@ -1131,6 +1131,7 @@ struct attn {
     int kv_lora;           /* latent attention: width of the latent; 0: grouped-query attention */
     int rope;              /* index in model.ropes */
     int window;            /* keys that a token sees, its own and those before it; 0: all */
+    bool chunked;          /* the window begins anew after every `window` tokens of the context; it does not slide */
     int n_gate;            /* gates of a head's result by w_gate, one or head_v; 0: none */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
@@ -1166,7 +1167,8 @@ struct attn {
     /* Queries grow with their position, see attn_temperature; temp_scale 0: they do not */
     float temp_scale;
     int temp_length;  /* tokens */
-    bool temp_smooth; /* they grow with every token; otherwise after every temp_length of them */
+    bool temp_smooth; /* they grow with every token; otherwise after every temp_length of them, */
+    bool temp_early;  /* a token before that */
     /* MIXER_REL, see forward_rel */
     int n_conv;              /* tokens under the short convolutions */
     int n_rel, extent;       /* values of a head's relative state; distances that have a bias, from 0 on */
@@ -1185,8 +1187,11 @@ static inline bool index_by_block(const struct attn *a) { return attn_pools(a) |
 static inline float attn_temperature(const struct attn *a, int pos) {
     if (a->temp_scale == 0) return 1;
     if (a->temp_smooth) return 1 + a->temp_scale * logf(fmaxf((float)(pos + 1) / (float)a->temp_length, 1));
-    return 1 + a->temp_scale * logf(1 + (float)(pos / a->temp_length));
+    return 1 + a->temp_scale * logf(1 + (float)((pos + a->temp_early) / a->temp_length));
 }
+
+/* Keys that the token at that position sees, where there is a window: at most so many. */
+static inline int attn_window(const struct attn *a, int pos) { return a->chunked ? pos % a->window + 1 : a->window; }
 
 /* Shape of a layer's recurrent mixer, a gated delta net or Mamba-2, or of its gated convolution. A group of Mamba-2 is
  * a key head, whose key is B and whose query is C; a head of Mamba-2 is a value head, whose value is x. A gated
@@ -1254,7 +1259,8 @@ enum qk_norm {
     X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora))         \
     X(Q_LORA, l->attn.q_lora > 0)                                                     \
     X(GQA_V, l->mixer == MIXER_GQA && !l->attn.v_is_k)                                \
-    X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS)                                         \
+    X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS && !l->unit_norm)                        \
+    X(UNIT_NORM, l->qk_norm == QK_NORM_HEADS && l->unit_norm)                         \
     X(ROW_NORM, l->qk_norm == QK_NORM_ROWS)                                           \
     X(SINKS, l->attn.has_sinks)                                                       \
     X(HEAD_GATE, l->attn.n_gate > 0)                                                  \
@@ -1389,6 +1395,8 @@ struct layer {
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
+    bool unit_norm;      /* norms of heads have no weights: they are 1 */
+    bool weighs_input;   /* weights of the router multiply what its experts read, not what they give */
     bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
     int ngrams;          /* rows of this table of n-grams are added to the streams before the layer, 1: of the first of
                           * struct model; 0: of none */
@@ -1674,6 +1682,8 @@ static const struct tensor_rule tensor_rules[] = {
     OPTIONAL("attn_v.bias",         "self_attn.v_proj.bias",        wv.bias,     V,                 HAS_GQA_V),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
+    VECTOR(NULL,                    NULL,                           q_norm,      HEAD_K,            HAS_UNIT_NORM),
+    VECTOR(NULL,                    NULL,                           k_norm,      HEAD_K,            HAS_UNIT_NORM),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      Q,                 HAS_ROW_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      K,                 HAS_ROW_NORM),
     VECTOR("attn_sinks.weight",     "self_attn.sinks",              sinks,       HEADS,             HAS_SINKS),
@@ -1921,6 +1931,7 @@ static const struct key_rule key_rules[] = {
     {"logit_scale",                          KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED}, /* logits are divided by it, cohere2moe: multiplied */
     {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
     {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
+    {"attention.use_qk_norm",                KEY_BOOL, KEY_ONE,    0, 1,           KEY_FOLLOWS},
     {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
     {"attention.rope_pattern",               KEY_INT,  KEY_LAYERS, 0, 1,           1}, /* 0: nothing is rotated */
     {"attention.sliding_window_pattern",     KEY_INT,  KEY_LAYERS, 0, MAX_LAYERS,  KEY_FOLLOWS}, /* period, or list of bits */
@@ -3878,9 +3889,12 @@ static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
-    for (int il = 0; il < model_blocks(m); il++)
+    for (int il = 0; il < model_blocks(m); il++) {
+        if (m->layers[il].attn.chunked) return "windows that begin anew (chunked attention)";
+        if (m->layers[il].weighs_input) return "experts whose inputs the router weights";
         if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
             return "relative states of an odd number of values or of more than 16";
+    }
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
 }
 
@@ -4174,6 +4188,7 @@ struct loader {
     bool yarn_plain;                /* YaRN scales neither cos and sin nor the softmax */
     bool unrotated;                 /* rotations are by 0 at every position */
     bool no_rope;                   /* latent attention has no rotated values */
+    bool unit_norm;                 /* heads of layers with a window are normed, without weights */
     int compress_ratio[MAX_LAYERS]; /* tokens of a compressed key, 0: there are none */
     int kv_back[MAX_LAYERS];        /* layers back to the one that has its compressed keys; and whether it chooses: */
     bool chooses[MAX_LAYERS];
@@ -4824,8 +4839,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, SmallThinker, gpt-oss, MiniMax,
- * OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, SmallThinker, Llama 4, gpt-oss,
+ * MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
  * ============================================================================================================ */
 
 /* Qwen3-MoE and the text part of Qwen3-VL, whose three positions of a token are the same in text: rope.dimension_sections
@@ -4985,6 +5000,30 @@ static void layer_afmoe(struct loader *l, struct layer *layer, int il) {
     layer_gqa(l, layer, il);
     layer->result_norms = true;
     layer_gates(l, layer, il, GATE_SIGMOID);
+}
+
+/* Reads the metadata of Llama 4: three layers of four are rotated and see the keys since the
+ * last multiple of 8,192 tokens. The queries of the others grow with their position. Files of llama.cpp do not say so, and
+ * mean that heads are normed after their rotation unless there are 128 experts. */
+static void read_llama4(struct loader *l) {
+    l->rope_pairs = l->rope_factors = true;
+    read_rotated_windows(l, 8192, false);
+    if (!l->failed && !l->window[0])
+        loader_fail(l, "metadata key '%s.attention.sliding_window' is 0, expected the tokens of a chunk", l->arch);
+    l->attn_window.chunked = true;
+    l->attn.temp_scale = loader_num_or(l, "attention.temperature_scale", 0.1);
+    l->attn.temp_length = loader_int_or(l, "attention.temperature_length", 8192);
+    l->attn.temp_early = true;
+    l->unit_norm = loader_bool_or(l, "attention.use_qk_norm", l->m->n_expert_max != 128);
+}
+
+/* A layer of Llama 4. Norms without weights are the same before the rotation as after it. */
+static void layer_llama4(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->weighs_input = true;
+    if (!l->unit_norm || !layer->attn.window) return;
+    layer->qk_norm = QK_NORM_HEADS;
+    layer->unit_norm = true;
 }
 
 /* Reads the metadata of Cohere's mixtures (Command A+), whose logits are multiplied by logit_scale, and whose shared
@@ -6332,6 +6371,8 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true,
      .read = read_llama,    .layer = layer_attn},
+    {.arch = "llama4",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
+     .read = read_llama4,   .layer = layer_llama4},
     {.arch = "granitemoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_granite,  .layer = layer_attn},
     {.arch = "granite", .dense = true, .read = read_granite, .layer = layer_attn},
@@ -6651,6 +6692,13 @@ static void loader_divide(struct loader *l, const float **v, int n, float by) {
     if (to) *v = to;
 }
 
+/* A vector of n ones. */
+static const float *loader_ones(struct loader *l, int n) {
+    float *v = loader_own(l, (size_t)n * sizeof *v);
+    for (int i = 0; i < n; i++) v[i] = 1;
+    return v;
+}
+
 /* Multiplies a matrix, or each one of a stack, by a factor of its results. */
 static void loader_factor(struct loader *l, struct weight *w, float factor) {
     float *scale = l->failed || !w->data ? NULL : loader_own(l, (size_t)w->n_expert * sizeof *scale);
@@ -6755,6 +6803,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     loader_fused(l, layer, il);
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule && !l->failed; rule = rule_next(rule, layer))
         loader_rule(l, rule, layer, il);
+    if (layer->unit_norm) layer->q_norm = layer->k_norm = loader_ones(l, layer->attn.head_k);
     if (l->value_scale > 0) loader_factor(l, &layer->wv, l->value_scale);
     struct weight *const results[] = {&layer->wo, &layer->down, &layer->sh_down};
     for (int i = 0; i < 3 && l->residual_scale > 0; i++) loader_factor(l, results[i], l->residual_scale);
@@ -7610,6 +7659,11 @@ static const struct synth synths[] = {
      "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 attention.sliding_window=4096 "
      "expert_count=64 expert_used_count=6 expert_feed_forward_length=768 expert_gating_func=2 vocab_size=151936 "
      "expert_weights_norm=true rope.freq_base=1.5e6"},
+    {"llama-4-scout", "llama4", .keys =
+     "context_length=131072 embedding_length=5120 block_count=48 attention.head_count=40 attention.head_count_kv=8 "
+     "attention.key_length=128 attention.value_length=128 expert_count=16 expert_used_count=1 "
+     "expert_feed_forward_length=8192 expert_shared_count=1 vocab_size=202048 attention.layer_norm_rms_epsilon=1e-5 "
+     "rope.freq_base=5e5"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -12301,7 +12355,9 @@ static void attend_prefetch(struct attend_work *w) {
 }
 
 /* Returns the first of the keys from `pos` on that the token at `own` sees: 0, or more where a window ends before. */
-static int first_in_window(int window, int own, int pos) { return window ? int_max(0, own - window + 1 - pos) : 0; }
+static int first_in_window(const struct attn *a, int own, int pos) {
+    return a->window ? int_max(0, own - attn_window(a, own) + 1 - pos) : 0;
+}
 
 /* Columns of struct cpu's rel_bias: the distances in descending order, so that keys stand side by side, between zeros
  * for the keys of a block on both sides. */
@@ -12327,7 +12383,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     const int first_own = r->pos + a->first; /* position of the first token */
     /* keys up to the first token's own; each token sees one more */
     const int first_seen = attend_by_list(a) ? n : first_own + 1 - pos;
-    const int window = attend_by_list(a) ? 0 : r->m->layers[a->il].attn.window;
+    const struct attn *shape = &r->m->layers[a->il].attn;
+    const int window = attend_by_list(a) ? 0 : shape->window;
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -12342,7 +12399,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     if (r->cpu->rel_bias && r->cpu->rel_bias[a->il]) attend_bias(r, a, w, g, pos, n);
     for (int i = 0; i < rows; i++) {
         float *p = w->s + i * KEY_BLOCK, mx;
-        const int t = i / a->n_head, from = int_min(n, first_in_window(window, first_own + t, pos));
+        const int t = i / a->n_head, from = window ? int_min(n, first_in_window(shape, first_own + t, pos)) : 0;
         const int seen = int_max(0, int_min(n, first_seen + t) - from);
         p += from;
         mx = seen ? r->cpu->k->max(p, seen) : top[i];
@@ -12361,7 +12418,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
         attend_prefetch(w);
         /* token by token where one does not see all keys: 0 times a value that a row does not see may be NaN */
         for (int row = 0, m; row < rows; row += m) {
-            const int t = row / a->n_head, from = int_min(some, first_in_window(window, first_own + t, pos + i));
+            const int t = row / a->n_head;
+            const int from = window ? int_min(some, first_in_window(shape, first_own + t, pos + i)) : 0;
             const int seen = int_min(some, first_seen + t - i) - from;
             m = seen < some || window ? a->n_head : rows - row;
             if (seen > 0)
@@ -12437,7 +12495,12 @@ static void attend_merge(const struct kernels *k, const float *partials, int n_s
 }
 
 /* The first key of a step that the token at `own` sees. */
-static int window_begin(int window, int own) { return first_in_window(window, own, 0) / KEY_BLOCK * KEY_BLOCK; }
+static int window_begin(const struct attn *a, int own) { return first_in_window(a, own, 0) / KEY_BLOCK * KEY_BLOCK; }
+
+/* Tokens from the one at `own` on whose windows begin in the same step, at key `begin`: at most so many. */
+static int window_tokens(const struct attn *a, int own, int begin) {
+    return a->chunked ? a->window - own % a->window : begin + KEY_BLOCK + a->window - 1 - own;
+}
 
 /* The rows of all->n_tok tokens from all->first on against the cache from key all->begin on, in partitions of
  * split_keys keys. `all` describes the whole: heads in n_head, of which group_heads are a head group. */
@@ -12471,7 +12534,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group_he
         a.begin = all->begin + p * split_keys;
         a.end = a.begin + split_keys;
         if (a.chosen) a.chosen += (size_t)t * attn_topk_all(&layer->attn);
-        if (!attend_by_list(all)) a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
+        if (!attend_by_list(all)) a.begin = int_max(a.begin, window_begin(&layer->attn, r->pos + a.first));
         a.sinks = (layer->sinks || layer->mixer == MIXER_REL) && !p;
         a.partial = n_split > 1;
         if (a.partial) {
@@ -12496,13 +12559,14 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group_he
  * r->cpu->partials has room for. */
 static void attend_all(struct rank *r, const struct attend *all, int group_heads) {
     const struct attn *shape = &r->m->layers[all->il].attn;
-    const int end = all->first + all->n_tok, window = attend_by_list(all) ? 0 : shape->window;
+    const int end = all->first + all->n_tok;
+    const bool window = !attend_by_list(all) && shape->window;
     struct attend a = *all;
     for (; a.first < end; a.first += a.n_tok) {
         const size_t before = (size_t)(a.first - all->first);
         int split_keys = a.kind == ATTEND_CSA ? 1 << 30 : a.chosen ? attn_topk_most(shape) : r->pos + end;
         a.n_tok = end - a.first;
-        a.begin = window_begin(window, r->pos + a.first);
+        a.begin = window ? window_begin(shape, r->pos + a.first) : 0;
         a.q = all->q + before * all->q_tok;
         a.out = all->out + before * all->out_tok;
         if (a.chosen) a.chosen = all->chosen + before * attn_topk_all(shape);
@@ -12516,7 +12580,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group_heads
             a.n_tok = int_min(a.n_tok, PARTIALS / n_split);
             if (a.kind == ATTEND_CSA) a.n_tok = 1;
             if (!attend_by_list(&a)) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
-            if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
+            if (window) a.n_tok = int_min(a.n_tok, window_tokens(shape, r->pos + a.first, a.begin));
         }
         attend_tokens(r, &a, group_heads, split_keys);
     }
@@ -15021,7 +15085,7 @@ static void job_wait(const struct rank *r, const struct ffn_job *j, enum ffn_mat
 static void ffn_hidden(struct rank *r, int il, const struct ffn_part part[2], int n_ff, int from, int to) {
     const struct kernels *k = r->cpu->k;
     float *tile = scratch_tile(r);
-    const bool ungated = r->m->layers[il].ungated;
+    const bool ungated = r->m->layers[il].ungated, weighs = r->m->layers[il].weighs_input;
     const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = (to - from) * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
         const int job = r->cpu->job_order[from + i / ff_tiles];
@@ -15052,6 +15116,10 @@ static void ffn_hidden(struct rank *r, int il, const struct ffn_part part[2], in
         u.y_stride = ROW_TILE;
         k->gemm(&g);
         k->gemm(&u);
+        for (int t = 0; t < j->n_tok && weighs && j->rows; t++) {
+            k->scale(g.y + (size_t)t * (size_t)ff, j->w[t], g.y + (size_t)t * (size_t)ff, g.n_out);
+            k->scale(tile + t * ROW_TILE, j->w[t], tile + t * ROW_TILE, g.n_out);
+        }
         for (int t = 0; t < j->n_tok; t++)
             ffn_glu(r, il, j, row, g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
@@ -15059,9 +15127,10 @@ static void ffn_hidden(struct rank *r, int il, const struct ffn_part part[2], in
 }
 
 /* Adds weight * down(hidden rows) of jobs from..to-1 to `out`, in their order; set: the first one sets it. */
-static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2], size_t h_stride, int from, int to,
-                     bool set) {
+static void ffn_down(struct rank *r, int il, enum act out, const struct ffn_part part[2], size_t h_stride, int from,
+                     int to, bool set) {
     const struct kernels *k = r->cpu->k;
+    const bool weighs = r->m->layers[il].weighs_input;
     const uint8_t *pack_h = ffn_pack_hidden(r, part, h_stride, from, to);
     float *tile = scratch_tile(r);
     for (int i = from; i < to; i++) job_wait(r, &r->cpu->jobs[i], FFN_DOWN);
@@ -15085,7 +15154,7 @@ static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2]
                     j->down->bias ? j->down->bias + (ptrdiff_t)j->expert * j->down->bias_stride + row : NULL;
                 for (int t = 0; t < j->n_tok && bias; t++) k->scale_add(bias, 1.0f, tile + t * ROW_TILE, g.n_out);
                 for (int t = 0; t < j->n_tok; t++)
-                    k->scale_add(tile + t * ROW_TILE, j->w ? j->w[t] : 1.0f,
+                    k->scale_add(tile + t * ROW_TILE, j->w && !(weighs && j->rows) ? j->w[t] : 1.0f,
                                  act_row(r, out, j->rows ? j->rows[t] : t) + row, g.n_out);
                 if (!r->cpu->norm_parts || !j->rows) continue;
                 float *square = norm_part(r, row / ROW_TILE, j->slot);
@@ -15115,7 +15184,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         const int wave = c->jobs[from].wave;
         while (to < c->n_jobs && c->jobs[to].wave == wave) to++;
         ffn_hidden(r, il, part, n_ff, from, to);
-        ffn_down(r, out, part, h_stride, from, to, !from && !add);
+        ffn_down(r, il, out, part, h_stride, from, to, !from && !add);
         if (to == c->n_jobs || !team_arrive()) continue;
         store_ask_wave(c->store, il, c->jobs, c->n_jobs, wave + 2);
         team_release();
@@ -17340,7 +17409,7 @@ static int session_score(struct session *s, const int32_t *ids, int n,
 static int keys_seen(const struct attn *a, int pos) {
     if (a->compress_ratio && !a->kv_lora) return keys_csa(a, pos);
     if (a->top_k) return keys_topk(a, pos);
-    return a->window ? int_min(pos + 1, a->window) : pos + 1;
+    return a->window ? int_min(pos + 1, attn_window(a, pos)) : pos + 1;
 }
 
 /* Multiplications and additions of a forward of n tokens after n_past others, with logits of the last one:
@@ -32987,7 +33056,7 @@ static void info_attention(const struct model *m, int first) {
         printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
                a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",
                layer->attn.has_sinks ? ", sinks" : "");
-    if (a->window) printf(", window of %d", a->window);
+    if (a->window) printf(a->chunked ? ", chunks of %d" : ", window of %d", a->window);
     if (layer->mixer == MIXER_REL)
         printf(", bias by distance below %d, convolutions over %d tokens", a->extent, a->n_conv);
     if (a->compress_ratio && !a->kv_lora) printf(", compressed keys of %d tokens", a->compress_ratio);

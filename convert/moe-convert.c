@@ -959,7 +959,7 @@ static struct checkpoint {
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
     bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
-    bool transposed;                         /* fused experts are (E, cols, rows), the columns of gate before those of up */
+    bool by_columns;                         /* fused experts are (E, cols, rows), the columns of gate before those of up */
     bool flat_experts; /* stacks of experts are matrices, (E width, n_embd) of gate, of up and of down transposed */
     bool ungated;                            /* feed-forwards have no gate */
     const char *expert_gain;                 /* factors of the experts' results, in the table's words; NULL: none */
@@ -1638,7 +1638,7 @@ struct expert_source {
     enum {
         EACH,   /* a tensor for every matrix */
         ROWS,   /* (E, rows, cols): of gate, up or down, or the rows of gate before those of up */
-        COLUMNS /* (E, cols, rows): the columns of gate and up alternate, or those of gate come first */
+        COLUMNS /* (E, cols, rows): the columns of gate and up alternate, or by_columns gate's come first */
     } form;
     struct tensor *w;    /* NULL: EACH */
     const char *hf;      /* its name, without .weight or _blocks */
@@ -1656,7 +1656,7 @@ static struct expert_source find_experts(int layer, bool up, bool down) {
     s.form = ROWS;
     if (s.w) return s;
     s.w = find_fused(hf_name(layer, s.hf));
-    if (s.w && (src.transposed || src.flat_experts || (src.interleaved && !src.by_rows))) s.form = COLUMNS;
+    if (s.w && (src.by_columns || src.flat_experts || (src.interleaved && !src.by_rows))) s.form = COLUMNS;
     if (s.w) return s;
     s = (struct expert_source){.form = ROWS, .n_part = 1, .hf = up ? "mlp.experts.up_proj" : "mlp.experts.gate_proj"};
     if (!down) s.w = find_fused(hf_name(layer, s.hf));
@@ -1730,8 +1730,8 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
     return (struct piece){.lin = resolve_fused(&f),
                           .row = e * cols,
                           .rows = rows,
-                          .col = src.transposed ? s->part * rows : s->part,
-                          .step = src.transposed ? 1 : s->n_part,
+                          .col = src.by_columns ? s->part * rows : s->part,
+                          .step = src.by_columns ? 1 : s->n_part,
                           .height = cols};
 }
 
@@ -2190,10 +2190,11 @@ static void plan_rope_factors(void) {
                  high = get_num(r, "high_freq_factor", NAN);
     const double original = (double)original_context(r);
     expect(r, "factor", factor >= 1 && factor <= 1e6, "a number from 1 to 1e+06");
-    expect(r, "low_freq_factor", low > 0 && low < high, "a number above 0 and below high_freq_factor");
+    expect(r, "low_freq_factor", low > 0 && low <= high, "a number above 0, at most high_freq_factor");
     for (size_t i = 0; i < head_k() / 2; i++) {
         const double length = 2 * M_PI * pow(theta, 2.0 * (double)i / (double)n);
-        const double smooth = fmin(fmax((original / length - low) / (high - low), 0), 1);
+        const double turns = original / length - low;
+        const double smooth = low == high ? turns >= 0 : fmin(fmax(turns / (high - low), 0), 1);
         arrput(factors, i < n / 2 ? (float)(1 / ((1 - smooth) / factor + smooth)) : 1.0f);
     }
     plan_values("rope_freqs.weight", factors);
@@ -3412,6 +3413,52 @@ static const struct renaming smallthinker_names[] = {
     {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.down", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
 
+/* How many layers of Llama 4 stand from one mixture to the next. */
+static int llama4_step(void) { return (int)get_int(src.cfg, "interleave_moe_layer_step", 1, MAX_LAYERS, 1); }
+
+static bool is_dense_llama4(int layer) { return (layer + 1) % llama4_step() != 0; }
+
+/* Whether a layer of Llama 4 sees a chunk of keys: all but each fourth. */
+static bool is_chunked(int layer) { return (layer + 1) % 4 != 0; }
+
+/* Reads the keys of Llama 4. GGUF files do not say which layers are rotated: those that see a chunk. */
+static void config_llama4(void) {
+    struct doc c = src.cfg;
+    json_t *turned = get_list(c, "no_rope_layers"), *kinds = get_list(c, "layer_types"),
+           *moe = get_list(c, "moe_layers");
+    size_t n_moe = 0;
+    for (int l = 0; l < src.n_layer; l++) {
+        const char *type = json_string_value(json_array_get(kinds, (size_t)l));
+        const char *expected = is_chunked(l) ? "chunked_attention" : "full_attention";
+        expect(c, "layer_types", !kinds || (type && !strcmp(type, expected)),
+               "\"full_attention\" for each fourth layer and \"chunked_attention\" for the others");
+        expect(c, "no_rope_layers", !json_array_size(turned) || json_element(turned, (size_t)l) == is_chunked(l),
+               "0 for each fourth layer and 1 for the others");
+        if (is_dense_llama4(l)) continue;
+        expect(c, "moe_layers", !moe || json_element(moe, n_moe) == l,
+               "the layers that interleave_moe_layer_step says, counted from 0");
+        n_moe++;
+    }
+    expect(c, "moe_layers", !moe || json_array_size(moe) == n_moe, fmt("%zu layers", n_moe));
+    src.window = (size_t)get_int(c, "attention_chunk_size", 1, MAX_TRAINED, 8192);
+}
+
+/* Writes which layers have experts, how queries of layers without a rotation grow, and whether heads of the others are
+ * normed. Files of llama.cpp have none of the latter. */
+static void put_llama4(void) {
+    struct doc c = src.cfg;
+    const json_t *tuning = get(c, "attn_temperature_tuning"); /* releases have true or 4 */
+    const bool tuned = !tuning || json_is_true(tuning) || (json_is_integer(tuning) && json_integer_value(tuning));
+    kv_u32("interleave_moe_layer_step", (size_t)llama4_step());
+    kv_num(c, "attn_scale", tuned ? get_num(c, "attn_scale", 0.1) : 0, "attention.temperature_scale");
+    kv_u32("attention.temperature_length", (size_t)get_int(c, "floor_scale", 1, INT32_MAX, 8192));
+    gguf_put_bool(&writer, arch_key("attention.use_qk_norm"), get_bool(c, "use_qk_norm", true));
+}
+static const struct renaming llama4_names[] = {{"mlp.gate", "feed_forward.router", EVERYWHERE},
+                                               {"mlp.shared_experts", "feed_forward.shared_expert", EVERYWHERE},
+                                               {"mlp", "feed_forward", EVERYWHERE},
+                                               {NULL, NULL, EVERYWHERE}};
+
 /* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
     json_t *list = get_list(src.cfg, "mlp_layer_types");
@@ -4035,7 +4082,7 @@ static const struct release {
              .experts_other = "num_local_experts"}},
     {.type = "qwen3_vl_moe_text", .wrapper = "qwen3_vl_moe", .fixed = "use_sliding_window false norm_topk_prob true",
      .src = {.arch = "qwen3vlmoe", .is_dense = is_dense_qwen3, .experts_key = "num_experts",
-             .experts_other = "num_local_experts", .transposed = true, .norm_topk_prob = true, .rope_theta = 500000,
+             .experts_other = "num_local_experts", .by_columns = true, .norm_topk_prob = true, .rope_theta = 500000,
              .sections = qwen3_vl_sections, .put = put_qwen3_vl}},
     {.type = "qwen3", .fixed = "use_sliding_window false",
      .src = {.arch = "qwen3"}},
@@ -4223,6 +4270,12 @@ static const struct release {
              .is_windowed = is_windowed_smallthinker, .experts_key = "moe_num_primary_experts",
              .top_k_key = "moe_num_active_primary_experts", .width_key = "moe_ffn_hidden_size",
              .dense_key = "moe_ffn_hidden_size", .norm_key = "", .norm_topk_prob = true}},
+    {.type = "llama4_text", .wrapper = "llama4", .config = config_llama4,
+     .src = {.arch = "llama4", .renaming = llama4_names, .is_dense = is_dense_llama4, .is_windowed = is_chunked,
+             .experts_key = "num_local_experts", .width_key = "intermediate_size",
+             .dense_key = "intermediate_size_mlp", .shared_key = "intermediate_size", .n_shared = 1,
+             .by_columns = true, .norm_key = "", .kv_optional = true, .llama3 = true, .rope_theta = 5e5, .eps = 1e-5,
+             .put = put_llama4}},
     {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
@@ -6837,7 +6890,7 @@ static const struct manual manual = {
              "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
              "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe,\n"
-             "cohere2_moe, dbrx, lfm2_moe, smallthinker, gpt_oss,\n"
+             "cohere2_moe, dbrx, lfm2_moe, smallthinker, llama4, llama4_text, gpt_oss,\n"
              "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
              "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
              "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"

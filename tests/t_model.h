@@ -591,6 +591,11 @@ static void test_fixtures_smallthinker(void) {
     check_fixture("smallthinker_nvfp4", NULL);
 }
 
+static void test_fixtures_llama4(void) {
+    check_fixture("llama4", NULL);
+    check_fixture("llama4_nvfp4", NULL);
+}
+
 static void test_fixtures_inkling2(void) {
     check_fixture("inkling2_loop", NULL);
     check_fixture("inkling2_nvfp4", NULL);
@@ -2026,7 +2031,8 @@ static void test_cpu_profile(void) {
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
-        {"model/fixtures-lfm2", test_fixtures_lfm2}, {"model/fixtures-smallthinker", test_fixtures_smallthinker},      \
+        {"model/fixtures-lfm2", test_fixtures_lfm2}, {"model/fixtures-llama4", test_fixtures_llama4},                  \
+        {"model/fixtures-smallthinker", test_fixtures_smallthinker},                                                   \
         {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-glm5-next", test_fixtures_glm5_next},    \
         {"model/fixtures-qwen4", test_fixtures_qwen4}, {"model/fixtures-reap", test_fixtures_reap},                    \
         {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \

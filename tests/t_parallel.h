@@ -252,7 +252,7 @@ static void test_parallel_kernels(void) {
                                         "glm4",           "gemma4",
                                         "deepseek_v41",   "hunyuan_v1_moe",
                                         "afmoe_nvfp4",    "granitemoeshared_nvfp4",
-                                        "granitemoehybrid", "cohere2_moe",    "dbrx", "lfm2_moe", "smallthinker"};
+                                        "granitemoehybrid", "cohere2_moe",    "dbrx", "lfm2_moe", "smallthinker", "llama4"};
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f += SANITIZED ? 6 : 1)
             check_parallel(&(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0,

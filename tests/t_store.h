@@ -83,6 +83,7 @@ static void test_store_bits(void) {
                                         "dbrx_nvfp4",
                                         "lfm2_moe",
                                         "smallthinker_nvfp4",
+                                        "llama4_nvfp4",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

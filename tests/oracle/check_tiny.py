@@ -1497,6 +1497,50 @@ def block(W, config, x, p, layer):
     return x + ffn(W, h, p + "mlp.", clamped(config))
 
 
+def llama4_trunk(W, config, ids):
+    """The rows after the final norm of Llama 4."""
+    x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["head_dim"]
+    position, eps = np.arange(n), config["rms_norm_eps"]
+    inv, scaling = config["rope_theta"] ** (-2.0 * np.arange(d // 2) / d), config["rope_scaling"]
+    if scaling:  # no frequency lies between the two limits, which are the same
+        assert scaling["low_freq_factor"] == scaling["high_freq_factor"]
+        slow = 2 * math.pi / inv > scaling["original_max_position_embeddings"] / scaling["low_freq_factor"]
+        inv = np.where(slow, inv / scaling["factor"], inv)
+    angle = position[:, None, None] * inv
+    cos, sin = np.cos(angle), np.sin(angle)
+    for layer in range(config["num_hidden_layers"]):
+        p, chunked = f"model.layers.{layer}.", (layer + 1) % 4 != 0
+        h = norm(W, config, x, p + "input_layernorm.weight")
+        q, k, v = ((h @ W.get(f"{p}self_attn.{c}_proj.weight").T).reshape(n, -1, d) for c in "qkv")
+        seen = position[:, None] >= position
+        if chunked:
+            turn = lambda t: np.stack([t[..., ::2] * cos - t[..., 1::2] * sin, t[..., 1::2] * cos + t[..., ::2] * sin],
+                                      -1).reshape(t.shape)
+            q, k = turn(q), turn(k)
+            seen &= position[:, None] // config["attention_chunk_size"] == position // config["attention_chunk_size"]
+            if config["use_qk_norm"]:
+                q, k = rms(q, 1, eps), rms(k, 1, eps)
+        else:
+            q = q * (1 + config["attn_scale"] * np.log1p((position + 1) // config["floor_scale"]))[:, None, None]
+        x = x + attend(q, k, v, d ** -0.5, chosen=seen) @ W.get(p + "self_attn.o_proj.weight").T
+        h, p = norm(W, config, x, p + "post_attention_layernorm.weight"), p + "feed_forward."
+        if not W.has(p + "router.weight"):
+            x = x + ffn(W, h, p)
+            continue
+        logits = h @ W.get(p + "router.weight").T
+        best = np.argsort(-logits, -1)[:, :config["num_experts_per_tok"]]
+        x = x + ffn(W, h, p + "shared_expert.")
+        for e in range(logits.shape[1]):
+            token, _ = np.nonzero(best == e)
+            read = h[token] * sigmoid(logits[token, e])[:, None]
+            if W.has(p + "experts.gate_up_proj"):
+                gate, up = np.split(read @ W.get(p + "experts.gate_up_proj")[e], 2, -1)
+                x[token] += swiglu(gate, up) @ W.get(p + "experts.down_proj")[e]
+            else:
+                x[token] += ffn(W, read, f"{p}experts.{e}.")
+    return norm(W, config, x, "model.norm.weight")
+
+
 def thinker_trunk(W, config, ids):
     """The rows after the final norm of SmallThinker."""
     x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["head_dim"]
@@ -1706,6 +1750,8 @@ def trunk(W, config, ids):
         return v4_trunk(W, config, ids)
     if config["model_type"] == "lfm2_moe":
         return lfm2_trunk(W, config, ids)
+    if config["model_type"] == "llama4_text":
+        return llama4_trunk(W, config, ids)
     if config["model_type"] == "smallthinker":
         return thinker_trunk(W, config, ids)
     if config["model_type"] == "deepseek_v41_text":

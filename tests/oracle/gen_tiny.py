@@ -415,6 +415,18 @@ def smallthinker(kinds, **changes):
             "torch_dtype": "bfloat16", "vocab_size": VOCAB, **changes}
 
 
+def llama4(**changes):
+    """The text part of Llama 4's configuration."""
+    return {"attention_bias": False, "attention_chunk_size": 16, "attention_dropout": 0.0, "attn_scale": 0.1,
+            "attn_temperature_tuning": True, "bos_token_id": EOT, "dtype": "bfloat16", "eos_token_id": [IM_END, EOT],
+            "floor_scale": 8, "head_dim": 64, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+            "interleave_moe_layer_step": 1, "intermediate_size": 64, "intermediate_size_mlp": 192,
+            "max_position_embeddings": 4096, "model_type": "llama4_text", "num_attention_heads": 4,
+            "num_experts_per_tok": 1, "num_hidden_layers": 5, "num_key_value_heads": 2, "num_local_experts": 6,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
+            "tie_word_embeddings": False, "use_qk_norm": True, "vocab_size": VOCAB, **changes}
+
+
 def lfm2(kinds, **changes):
     """config.json in the words of LFM2-8B-A1B.  kinds: C for a layer with a gated convolution, A for one with
     attention."""
@@ -1105,6 +1117,7 @@ GRANITE_STACKS = r"model\.", ".input_linear.weight", ".output_linear.weight"
 #   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
 #   loud     the tensors whose names match are drawn three times as large, so that limits clip some values
 #   common   the embeddings have so much of one vector in common; some scores of an indexer are then negative throughout
+#   columns  experts are stored as one gate_up_proj and one down_proj, (experts, in, out)
 #   chain    the number of layers for multi-token prediction that take each other's rows, windowed and dense
 #   aside    tensors that no text model reads, with their shapes
 #   flat     taps are stored as [values, taps] in place of [values, 1, taps], A_log without sizes of 1
@@ -1354,6 +1367,16 @@ SPECS = {
                              {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 2}, d_model=192, n_heads=3),
                         rope_type="default", rope_theta=10000.0),
         declare="modelopt_experts", store=[(r"_linear\.", "nvfp4")], loud="w2_linear"),
+    "llama4": dict(
+        config={"architectures": ["Llama4ForCausalLM"], **llama4(rope_scaling={
+            "factor": 8.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
+            "rope_type": "llama3"})}, positions=72, columns=True),
+    "llama4_nvfp4": dict(
+        config={"architectures": ["Llama4ForCausalLM"], **llama4(
+            attention_chunk_size=24, hidden_size=128, interleave_moe_layer_step=2, intermediate_size=128,
+            num_attention_heads=3, num_experts_per_tok=2, num_hidden_layers=4, num_key_value_heads=1, num_local_experts=4,
+            use_qk_norm=False)},
+        declare="modelopt_experts", positions=72, store=[(r"\.experts\.\d+\.", "nvfp4")]),
     "smallthinker": dict(config=smallthinker("GLLLG"), positions=72),
     "smallthinker_nvfp4": dict(
         config=smallthinker("GG", hidden_size=128, moe_ffn_hidden_size=128, moe_num_active_primary_experts=2,
@@ -2093,11 +2116,13 @@ def fill(model, config, checkpoint, kept, flat=False):
             new = torch.cat([own[:, :1], kv, own[:, 1:]], 1)
         elif path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            value = value.mT if config["model_type"] == "llama4_text" else value
             shape = value.shape[1] // len(parts), value.shape[2]
             names = lambda expert: [hub_name(config, f"{path}.{expert}.{p}.weight") for p in parts]
             new = torch.stack([
                 torch.cat([checkpoint.put(n, shape, old) for n, old in zip(names(i), names(original))])
                 for i, original in enumerate(rows or range(len(value)))])
+            new = new.mT if config["model_type"] == "llama4_text" else new
             module.num_experts = len(new)
         elif path.endswith(".ffn.experts.mlp") and checkpoint.rules:  # of quantized releases: each a linear layer
             experts = config["ffn_config"]["moe_num_experts"]
@@ -2708,6 +2733,8 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
 
 def checked_route(mlp, config, output):
     """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
+    if config["model_type"] == "llama4_text":  # all scores, 0 but for the chosen ones
+        output = output[1], None, output[0].topk(config["num_experts_per_tok"]).indices
     logits, _, chosen = (output, *mlp.route_tokens_to_experts(output)) if config["model_type"] == "dbrx" else output
     bias = next((b for name, b in (*mlp.named_buffers(), *mlp.named_parameters())
                  if name.endswith(("e_score_correction_bias", "expert_bias"))), None)
@@ -3197,6 +3224,11 @@ def make(name):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
         checkpoint.fuse(*np.atleast_1d(spec["fused"]), turned=spec.get("turned", False))
+    if spec.get("columns"):
+        checkpoint.fuse(r"model\.")
+        for stored, own in checkpoint.tensors.items():
+            if ".experts." in stored:
+                checkpoint.tensors[stored] = own.mT.contiguous()
     if spec.get("joined"):
         checkpoint.join()
     if spec.get("stack"):
