@@ -917,10 +917,17 @@ DEVICE struct run_rows run_rows_of(const struct run &u, const struct cache_tenso
     const int stem = u.with_stem ? p.stem_rows : 0;
     return {stem, u.timeline * p.timeline_rows + p.stem_rows - stem};
 }
+/* The row of position pos of a ring. */
+DEVICE int ring_row(const struct run &u, const struct cache_tensor &p, int pos) {
+    return pos % p.n_row + run_rows_of(u, p).shift;
+}
 /* The row of position pos, or of compressed key pos. */
 DEVICE int run_row(const struct run &u, const struct cache_tensor &p, int pos) {
-    const struct run_rows rows = run_rows_of(u, p);
-    return p.kind == ROWS_RING ? pos % p.n_row + rows.shift : rows.at(pos);
+    return p.kind == ROWS_RING ? ring_row(u, p, pos) : run_rows_of(u, p).at(pos);
+}
+/* Where position pos of a ring of F32 is. */
+DEVICE float *ring_at(const struct run &u, const struct cache_tensor &p, int pos) {
+    return (float *)(p.data + (size_t)ring_row(u, p, pos) * p.row_bytes);
 }
 
 enum { WARP = 32, ROW_THREADS = 256 };
@@ -1941,10 +1948,7 @@ struct short_conv {
 /* Where the inputs at position p of a run are; pos: of row t. */
 DEVICE const float *conv_row(const struct short_conv &c, const struct run &u, int t, int pos, int p) {
     if (p >= u.pos) return c.x + (size_t)(t - (pos - p)) * c.stride;
-    return (const float *)(c.ring.data + (size_t)run_row(u, c.ring, p) * c.ring.row_bytes);
-}
-DEVICE float *conv_kept(const struct short_conv &c, const struct run &u, int p) {
-    return (float *)(c.ring.data + (size_t)run_row(u, c.ring, p) * c.ring.row_bytes);
+    return ring_at(u, c.ring, p);
 }
 
 /* The inputs of a batch's last tokens go to the ring, in prefill: a decode forward's own kernel does it, whose tokens
@@ -1960,8 +1964,8 @@ __global__ void __launch_bounds__(256) k_keep_conv(const __grid_constant__ struc
     grid_dependency_wait();
     const int t = a.first + (int)blockIdx.x;
     const struct short_conv &c = a.conv[blockIdx.y];
-    const struct run &u = a.batch.run(t);
-    float *to = conv_kept(c, u, run_base(u) + t);
+    const struct run &u = a.batch.at->run[0];
+    float *to = ring_at(u, c.ring, run_base(u) + t);
     for (int i = (int)threadIdx.x; i < a.n[blockIdx.y]; i += 256) to[i] = c.x[(size_t)t * c.stride + i];
 }
 
@@ -2088,7 +2092,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_blocks(const __grid_constan
                 y.y = fmaf(own + tap[n_conv], v.y, y.y);
                 y.z = fmaf(own + tap[2 * n_conv], v.z, y.z);
                 y.w = fmaf(own + tap[3 * n_conv], v.w, y.w);
-                if (!j && a.keep) *(float4 *)(conv_kept(a.conv, u, pos) + i) = v;
+                if (!j && a.keep) *(float4 *)(ring_at(u, a.conv.ring, pos) + i) = v;
             }
             const float4 before = a.begins ? make_float4(0, 0, 0, 0) : *row_at(a.to, i);
             *row_at(a.to, i) = make_float4(fmaf(f, y.x, before.x), fmaf(f, y.y, before.y), fmaf(f, y.z, before.z),
@@ -2100,8 +2104,8 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_blocks(const __grid_constan
             UNROLL_BY(1) for (int j = 0; j < a.n_message; j++) * row_at(a.message + j, i) = *row_at(a.moved + j, i);
         }
     if (!a.n_out) return;
-    const int n_all = a.n_row + (a.messages ? a.n_message : 0);
-    UNROLL_BY(1) for (int j = 0; j < n_all && a.n_read; j++) {
+    const int n_all = !a.n_read ? 0 : a.n_row + (a.messages ? a.n_message : 0);
+    UNROLL_BY(1) for (int j = 0; j < n_all; j++) {
         const bool message = j >= a.n_row;
         const float *query = message ? a.message_query : a.query;
         const int n_query = message ? a.n_out : a.n_read, row = message ? a.message + j - a.n_row : j;
@@ -4033,13 +4037,14 @@ __global__ void __launch_bounds__(ROW_THREADS)
     if (inverse) inverse += (size_t)blockIdx.x * k;
     if (inverse) weight += (size_t)blockIdx.x * k;
     const size_t first = (size_t)blockIdx.x * n;
-    for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
+    UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
         float s[4] = {};
-        UNROLL_BY(8) for (int j = 0; j < k; j++) {
-            const uint2 v = *(const uint2 *)(y + (inverse ? (size_t)inverse[j] * n : first) + i);
-            const float w = inverse ? weight[j] : 1;
+        auto sum = [&](const uint16_t *row, float w) {
+            const uint2 v = *(const uint2 *)(row + i);
             UNROLL for (int c = 0; c < 4; c++) s[c] += w * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
-        }
+        };
+        if (!inverse) sum(y + first, 1);
+        else UNROLL_BY(8) for (int j = 0; j < k; j++) sum(y + (size_t)inverse[j] * n, weight[j]);
         if (!out) {
             *(uint2 *)(out16 + first + i) = make_uint2(clamped_f16x2(s[0], s[1]), clamped_f16x2(s[2], s[3]));
             continue;
@@ -4309,9 +4314,11 @@ DEVICE float query_factor(const struct rope_args &p, int t) {
 
 enum {
     HEAD_MAX = GPU_HEAD, /* values of a head of grouped-query attention, */
-    WIDE_MAX = 512,      /* of one that is wide */
+    WIDE_MAX = 512,      /* of one that is wide, */
+    REL_MAX = 128,       /* of one with a bias by distance */
     HEAD_PER = HEAD_MAX / 32,
-    WIDE_PER = WIDE_MAX / 32
+    WIDE_PER = WIDE_MAX / 32,
+    REL_PER = REL_MAX / 32
 };
 #define ATTN_LOG2_E 1.44269504f
 
@@ -4416,8 +4423,8 @@ struct rel_args {
 
 /* Queries and relative states of a head are scaled and clipped; keys and values are convolved, clipped or normed, and go
  * to the cache.
- * Grid: (ceil((2 n_head + 2 n_head_kv) / 4), n_tok), block: 128, one warp per head of at most 256. Reads its inputs once,
- * those under a convolution n_conv times. */
+ * Grid: (ceil((2 n_head + 2 n_head_kv) / 4), n_tok), block: 128, one warp per head of at most REL_MAX. Reads its inputs
+ * once, those under a convolution n_conv times. */
 __global__ void __launch_bounds__(128) k_rel_prepare(const __grid_constant__ struct rel_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -4426,21 +4433,21 @@ __global__ void __launch_bounds__(128) k_rel_prepare(const __grid_constant__ str
     if (item >= 2 * (d.n_head + d.n_head_kv) || t >= a.batch.at->n_tok) return;
     const struct run &u = a.batch.run(t);
     const int pos = run_base(u) + t;
-    float x[HEAD_PER], ss = 0;
+    float x[REL_PER], ss = 0;
     if (item < 2 * d.n_head) {
         const bool rel = item >= d.n_head;
         const int h = rel ? item - d.n_head : item, n = rel ? d.n_rel : d.head_k;
         const float *from = (rel ? a.rel + (size_t)t * a.rel_stride : a.q + (size_t)t * a.q_stride) + (size_t)h * n;
         const float *scale = (rel ? a.rel_scale : a.q_scale) + (size_t)h * n;
         uint16_t *to = (rel ? a.rel16 : a.q16) + ((size_t)t * d.n_head + h) * n;
-        UNROLL for (int j = 0; j < HEAD_PER; j++) {
+        UNROLL for (int j = 0; j < REL_PER; j++) {
             x[j] = lane + 32 * j < n ? from[lane + 32 * j] * scale[lane + 32 * j] : 0;
             ss = fmaf(x[j], x[j], ss);
         }
         float f = fminf(1.0f, (rel ? d.rel_clip : d.qk_clip) / (sqrtf(warp_sum(ss)) + 1e-6f));
         if (d.temp_scale != 0) f *= 1 + d.temp_scale * logf(fmaxf((float)(pos + 1) / (float)d.temp_length, 1.0f));
         if (rel) f *= ATTN_LOG2_E;
-        UNROLL for (int j = 0; j < HEAD_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j] * f);
+        UNROLL for (int j = 0; j < REL_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j] * f);
         return;
     }
     const int kv = item - 2 * d.n_head, v = kv >= d.n_head_kv, h = v ? kv - d.n_head_kv : kv,
@@ -4449,12 +4456,12 @@ __global__ void __launch_bounds__(128) k_rel_prepare(const __grid_constant__ str
     const bool full = !d.window;
     const size_t whole = (size_t)d.whole_head_kv * n, first = (size_t)d.first_head_kv * n;
     const float f = 1.0f / sqrtf((float)((full ? 2 : 1) * c.n_conv + 1));
-    UNROLL for (int j = 0; j < HEAD_PER; j++) x[j] = 0;
+    UNROLL for (int j = 0; j < REL_PER; j++) x[j] = 0;
     UNROLL_BY(1) for (int k = 0; k < c.n_conv && k <= pos; k++) {
         const float *from = conv_row(c, u, t, pos, pos - k) + (size_t)h * n;
         const float base = (k ? 0.0f : 1.0f) + (full ? a.own[v][(size_t)t * a.own_stride + h * c.n_conv + k] : 0.0f);
-        float *kept = !k && a.keep ? conv_kept(c, u, pos) + (size_t)h * n : NULL;
-        UNROLL for (int j = 0; j < HEAD_PER; j++) {
+        float *kept = !k && a.keep ? ring_at(u, c.ring, pos) + (size_t)h * n : NULL;
+        UNROLL for (int j = 0; j < REL_PER; j++) {
             const int i = lane + 32 * j;
             if (i >= n) continue;
             const float tap = full ? a.taps[v][k * whole + first + (size_t)(h * n + i)]
@@ -4463,14 +4470,14 @@ __global__ void __launch_bounds__(128) k_rel_prepare(const __grid_constant__ str
             if (kept) kept[i] = from[i];
         }
     }
-    UNROLL for (int j = 0; j < HEAD_PER; j++) {
+    UNROLL for (int j = 0; j < REL_PER; j++) {
         x[j] *= f;
         ss = fmaf(x[j], x[j], ss);
     }
     ss = warp_sum(ss);
     const float unit = v ? rsqrtf(ss / (float)n + a.eps) : fminf(1.0f, d.qk_clip / (sqrtf(ss) + 1e-6f));
-    UNROLL for (int j = 0; j < HEAD_PER; j++) x[j] *= unit;
-    cache_store<HEAD_PER>(a.to[v], (size_t)run_row(u, a.to[v], pos), h * n, h, n, x);
+    UNROLL for (int j = 0; j < REL_PER; j++) x[j] *= unit;
+    cache_store<REL_PER>(a.to[v], (size_t)run_row(u, a.to[v], pos), h * n, h, n, x);
 }
 
 /* Rotates neighbors 2i and 2i + 1 of x against each other (DeepSeek); returns the pair. */
@@ -4753,18 +4760,18 @@ DEVICE int attn_back(const struct attn_work &w, int key) {
 /* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one
  * token, several runs or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Of several
  * runs a tile has rows of one token, which are split as if the token were alone. Returns false if there is no work. Rows
- * that see the most keys start first. FORMS: there may be a window or a ring. */
-template <bool FORMS>
+ * that see the most keys start first. FORMS: there may be a window or a ring. DECODE: it may be decode. */
+template <bool FORMS, bool DECODE>
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
-    const bool rest = blockIdx.z, window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
+    const bool rest = DECODE && blockIdx.z, window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch.at->n_tok, a.n_tok);
     const int group_heads = a.n_head / a.n_head_kv;
     int first_row = 0, last_tok;
     w->group_heads = group_heads;
     w->kvh = y % a.n_head_kv;
-    if (a.batch.several) {
+    if (DECODE && a.batch.several) {
         const int tiles = (group_heads + tile_rows - 1) / tile_rows, t = y / a.n_head_kv / tiles;
         attn_run_of(w, a, a.batch.run(min(t, n_tok - 1)));
         w->row0 = t * group_heads + y / a.n_head_kv % tiles * tile_rows;
@@ -4772,7 +4779,7 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     } else {
         attn_run_of(w, a, a.batch.at->run[0]);
         w->row0 = y / a.n_head_kv * tile_rows;
-        const int longer = window ? n_tok : attn_longer(a, w->pos, n_tok);
+        const int longer = window || !DECODE ? n_tok : attn_longer(a, w->pos, n_tok);
         last_tok = rest ? n_tok : longer;
         first_row = rest ? longer * group_heads : 0;
     }
@@ -5326,7 +5333,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
     constexpr int END = MEANS ? POOL_END : BLOCK_END;
-    const bool work = CHOSEN ? attn_begin_topk<false, END>(&w, a, 16) : attn_begin<true>(&w, a, 16);
+    const bool work = CHOSEN ? attn_begin_topk<false, END>(&w, a, 16) : attn_begin<true, true>(&w, a, 16);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -5533,8 +5540,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
     constexpr int END = POOLS ? POOL_END : BLOCK_END;
+    constexpr bool DECODE = APART || !POOLS; /* among pools decode always chooses */
     const bool work =
-        CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV, END>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
+        CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV, END>(&w, a, 16 * MT) : attn_begin<false, DECODE>(&w, a, 16 * MT);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -5778,7 +5786,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     uint8_t *tile = smem, *raw = smem + L::TILE; /* (K, V) f16; (K, V) as in the cache */
     float *factor = (float *)(raw + L::RAW);     /* (2, KEYS): of K, of V */
     struct attn_work w;
-    if (!attn_begin<true>(&w, a, 64)) return;
+    if (!attn_begin<true, false>(&w, a, 64)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int n = (w.end - w.begin + KEYS - 1) / KEYS;
 
@@ -6090,8 +6098,11 @@ __host__ __device__ constexpr bool attn_chooses(int dk, int dv) { return dk == d
 /* The same over blocks of a few keys. */
 __host__ __device__ constexpr bool attn_chooses_few(int dk, int dv) { return dk == dv && dk >= 64 && dk <= HEAD_MAX; }
 
-/* The same with a bias by distance. */
-__host__ __device__ constexpr bool attn_biased(int dk, int dv) { return dk == dv && dk <= 128; }
+/* Whether there are kernels of latent attention over chosen keys for latents of this width. */
+__host__ __device__ constexpr bool attn_chooses_latents(int latents) { return latents != 256; }
+
+/* Whether there are kernels of grouped-query attention with a bias by distance for these head widths. */
+__host__ __device__ constexpr bool attn_biased(int dk, int dv) { return dk == dv && dk <= REL_MAX; }
 
 /* Launch the kernels of one head width: tiles of 16 query rows for decode, 64 for prefill; MLA 16 or 32. */
 template <int K, int V, int FP8>
@@ -6109,10 +6120,13 @@ static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s)
 template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
     const int rows = a->top_k || a->batch.several ? a->n_head : a->n_head * a->n_tok; /* that share keys */
-    attn_kernel_fn *const two =
-        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_CHOSEN> : attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_ALL>;
-    attn_kernel_fn *const one =
-        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_CHOSEN> : attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_ALL>;
+    constexpr int FEW = ROPE ? KEYS_ALL : KEYS_CHOSEN; /* among pools decode always chooses */
+    attn_kernel_fn *two = attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_ALL>, *one = attn_mla_kernel<LAT, ROPE, FP8, 1, FEW>;
+    if constexpr (attn_chooses_latents(LAT))
+        if (a->top_k) {
+            two = attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_CHOSEN>;
+            one = attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_CHOSEN>;
+        }
     /* Two row tiles share one reading and conversion of the cache. */
     if ((prefill && !a->top_k) || rows > 16) attn_run(a, two, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
     else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
@@ -6457,8 +6471,7 @@ DEVICE void index_mean_store(const struct index_args &a, const struct run &u, in
     const float each = 1.0f / (float)a.together.n;
     float x[PER] = {};
     UNROLL_BY(4) for (int q = from; q <= pos; q++) {
-        const float *key = q < u.pos ? (const float *)(a.ring.data + (size_t)run_row(u, a.ring, q) * a.ring.row_bytes)
-                                     : p.k + (size_t)(t - (pos - q)) * p.k_stride;
+        const float *key = q < u.pos ? ring_at(u, a.ring, q) : p.k + (size_t)(t - (pos - q)) * p.k_stride;
         UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < p.d) x[j] = fmaf(each, key[lane + 32 * j], x[j]);
     }
     UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < p.d) mean[lane + 32 * j] = x[j];
@@ -6467,7 +6480,7 @@ DEVICE void index_mean_store(const struct index_args &a, const struct run &u, in
     rope_head_by<PER>(
         p, mean, p.k_norm, p.d, [&](int i) { return cosf(angle(i)) * a.table.factor; },
         [&](int i) { return sinf(angle(i)) * a.table.factor; }, x);
-    cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, a.together.of(pos)), 0, 0, p.d, x);
+    cache_store<PER>(p.kp, (size_t)run_rows_of(u, p.kp).at(a.together.of(pos)), 0, 0, p.d, x);
 }
 
 /* Norm and rotation of the indexer's queries, and of its key of a token, which goes to the cache; with means of the key
@@ -6492,7 +6505,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
     if (a.means) {
         const struct run &u = p.batch.run(t);
         const int pos = run_base(u) + t;
-        float *kept = (float *)(a.ring.data + (size_t)run_row(u, a.ring, pos) * a.ring.row_bytes);
+        float *kept = ring_at(u, a.ring, pos);
         for (int i = lane; i < n && a.keep; i += 32) kept[i] = key[i];
         if (t < p.batch.at->n_tok && !a.together.rest(pos + 1)) index_mean_store<PER>(a, u, t, row);
         return;
@@ -6520,7 +6533,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         return;
     }
     const struct run &u = p.batch.run(t);
-    cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, run_base(u) + t), 0, 0, n, x);
+    cache_store<PER>(p.kp, (size_t)run_rows_of(u, p.kp).at(run_base(u) + t), 0, 0, n, x);
 }
 
 /* Bytes of the queries of `tokens` tokens as MMA A operands, each token in tiles of its own. */
@@ -7042,7 +7055,7 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
     }
     if (a.round != ROUNDS_NOTHING && c.index) round_index(x, c.d, ROUNDS_V4);
     else if (a.round != ROUNDS_NOTHING) round_key(x, c.d - a.rope.rope, true);
-    csa_key_store(c.keys, run_row(u, c.keys, key), c.d, x);
+    csa_key_store(c.keys, run_rows_of(u, c.keys).at(key), c.d, x);
 }
 
 /* Queries, keys, compressed keys and rows of the rings; of compressed keys to rows these and the rings; or in prefill, in a launch of its own because the keys are
@@ -7079,13 +7092,13 @@ __global__ void __launch_bounds__(256, 2) k_csa_store(const __grid_constant__ st
         const bool completed = by_token ? b < n_tok && end % a.compress_ratio == 0 : key < end / a.compress_ratio;
         if (completed) compress_key(a, c, u, key, row, turn);
         else if (c.out && b < n_tok)
-            for (int i = threadIdx.x; i < c.d; i += 256) c.out[b * c.d + i] = 0, c.out16[b * c.d + i] = 0;
+            UNROLL_BY(1) for (int i = threadIdx.x; i < c.d; i += 256) c.out[b * c.d + i] = 0, c.out16[b * c.d + i] = 0;
         return;
     }
     const int t = b - a.key_blocks, wide = c.ring.width / 2;
     if (t >= n_tok || t + c.ring.n_row < n_tok) return; /* a later token has the row */
     const struct run &u = batch.run(t);
-    float *to = (float *)(c.ring.data + (size_t)run_row(u, c.ring, run_base(u) + t) * c.ring.row_bytes);
+    float *to = ring_at(u, c.ring, run_base(u) + t);
     for (int i = threadIdx.x; i < wide; i += 256) {
         to[i] = c.value[(size_t)t * c.stride + i];
         to[wide + i] = c.gate[(size_t)t * c.stride + i];
@@ -7189,8 +7202,9 @@ struct delta_args {
 };
 
 /* Returns the whole model's value head of a rank's value head j, and the rank's key head that it uses. */
+template <bool MAMBA>
 DEVICE int delta_value_head(const struct delta &d, int j) {
-    if (d.tiled) return j / d.n_key * d.whole_key + d.first_key + j % d.n_key;
+    if (!MAMBA && d.tiled) return j / d.n_key * d.whole_key + d.first_key + j % d.n_key;
     return d.first_key * (d.n_value / d.n_key) + j;
 }
 DEVICE int delta_key_head(const struct delta &d, int j) { return d.tiled ? j % d.n_key : j / (d.n_value / d.n_key); }
@@ -7203,6 +7217,7 @@ struct delta_channels {
     int n, n_ring;
     int low; /* the first position under a tap of the model: earlier ones, which the ring may lack, have taps of 0 */
 };
+template <bool MAMBA>
 DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const struct run &u, int kind, int head) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, key = d.n_key * dk;
@@ -7217,7 +7232,7 @@ DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const
         c.own_stride = a.v_stride;
         c.ring = a.ring_v + ring_row * a.ring_v_stride + head * d.head_v;
         c.ring_stride = a.ring_v_stride;
-        const int at = a.before[2] + delta_value_head(d, head) * d.head_v;
+        const int at = a.before[2] + delta_value_head<MAMBA>(d, head) * d.head_v;
         c.taps = a.conv + (size_t)at * DELTA_TAPS;
         c.bias = a.conv_bias + at;
         return c;
@@ -7249,7 +7264,7 @@ template <bool MAMBA>
 DEVICE float2 delta_gates(const struct delta_args &a, const struct run &u, int pos, int p, int j) {
     const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride + j;
     const size_t own = (size_t)(u.first + p - pos);
-    const int head = delta_value_head(a.shape, j);
+    const int head = delta_value_head<MAMBA>(a.shape, j);
     const float x = (p < pos ? kept[0] : a.alpha[own * a.alpha_stride + (size_t)j]) + a.dt_bias[head];
     const float step = x > 20.0f ? x : log1pf(expf(x));
     if (MAMBA) return make_float2(a.decay[head] * step, step);
@@ -7297,8 +7312,9 @@ DEVICE void delta_finish(const struct delta_args &a, const float *o, const float
 
 /* Keeps the inputs of a run's token i in the rings: those of value head j, and of key head j where there is one. The
  * block's threads, DELTA_HEAD or more, divide the channels. pos: the run's first position. */
-template <bool KDA>
+template <int RULE>
 DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos, int i, int j) {
+    constexpr bool KDA = RULE == RULE_KDA;
     const struct delta &d = a.shape;
     const int dk = d.head_k, dv = d.head_v, key = d.n_key * dk;
     const size_t row = (size_t)(u.timeline * a.ring_rows + (pos + i) % a.n_ring), t = (size_t)(u.first + i);
@@ -7313,7 +7329,7 @@ DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos,
     if (KDA && tid < dk) gates[j * (dk + 1) + tid] = a.alpha[t * a.alpha_stride + j * dk + tid];
     if (tid) return;
     if (!KDA) gates[j] = a.alpha[t * a.alpha_stride + j];
-    if (KDA || a.beta) gates[KDA ? j * (dk + 1) + dk : d.n_value + j] = a.beta[t * a.beta_stride + j];
+    if (RULE != RULE_MAMBA) gates[KDA ? j * (dk + 1) + dk : d.n_value + j] = a.beta[t * a.beta_stride + j];
 }
 
 /* A gated delta net for 1 to 16 tokens: convolution, gates, up to 16 lagging rows into the state, the own rows on a
@@ -7360,7 +7376,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
                 }
                 continue;
             }
-            const struct delta_channels ch = delta_channels_of(a, u, kind, kind == 2 ? j : kh);
+            const struct delta_channels ch = delta_channels_of<false>(a, u, kind, kind == 2 ? j : kh);
             float x[4] = {};
             UNROLL for (int v = 0; v < 4; v++) {
                 const int i = lane + 32 * v;
@@ -7439,7 +7455,8 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             delta_finish<KDA>(a, os + warp * DELTA_HEAD, a.z + (size_t)(u.first + t) * a.z_stride + j * dv,
                               a.out + (size_t)(u.first + t) * a.out_stride + j * dv);
     }
-    for (int t = 0; t < own; t++) delta_keep<KDA>(a, u, pos, t, j); /* no row that another block reads */
+    for (int t = 0; t < own; t++)
+        delta_keep<KDA ? RULE_KDA : RULE_NET>(a, u, pos, t, j); /* no row that another block reads */
 }
 
 /* ============================================================================================================
@@ -7494,7 +7511,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     }
     if (item >= n_head) return;
     const int kind = min(item / d.n_key, 2), head = item - kind * d.n_key;
-    const struct delta_channels ch = delta_channels_of(a, run, kind, head);
+    const struct delta_channels ch = delta_channels_of<MAMBA>(a, run, kind, head);
     float4 w[4];
     float bias[4], x[4][DELTA_TAPS]; /* x: the values under the convolution */
     UNROLL for (int v = 0; v < 4; v++) {
@@ -8093,7 +8110,7 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     const int dk = d.head_k, dv = d.head_v, j = blockIdx.y, kh = delta_key_head(d, j);
     const int col = blockIdx.x * DELTA_COLS + 2 * t; /* the lane's columns: col + 8 n, and the next */
     const int n_tile = (a.n_row + DELTA_TILE - 1) / DELTA_TILE, row = 16 * warp + g; /* and row + 8 */
-    const float q_scale = rsqrtf((float)dk), skip = MAMBA ? a.skip[delta_value_head(d, j)] : 0;
+    const float q_scale = rsqrtf((float)dk), skip = MAMBA ? a.skip[delta_value_head<MAMBA>(d, j)] : 0;
     auto copy_keys = [&](int i) {
         if (i < n_tile) {
             delta_copy<RULE>(smem + (i & 1) * DELTA_QK_BYTES, a, DELTA_K, kh, i * DELTA_TILE);
@@ -8267,7 +8284,8 @@ __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ st
     if (j < n_value)
         delta_finish<KDA>(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
                           a.out + (size_t)t * a.out_stride + j * dv);
-    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep<KDA>(a, run, run.pos, t, k);
+    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++)
+        delta_keep<KDA ? RULE_KDA : RULE_NET>(a, run, run.pos, t, k);
 }
 
 /* Enqueues the tiles of n_tok own rows, whose states have all rows before. */
@@ -8359,7 +8377,7 @@ DEVICE void mamba_inputs(const struct delta_args &a, const struct run &u, int po
                          struct mamba_rows &to) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, half = MAMBA_PARTS / 2;
     const int kind = warp == MAMBA_PARTS ? 2 : warp < half ? 1 : 0, place = warp % half * WARP + lane;
-    const struct delta_channels ch = delta_channels_of(a, u, kind, kind == 2 ? j : delta_key_head(a.shape, j));
+    const struct delta_channels ch = delta_channels_of<true>(a, u, kind, kind == 2 ? j : delta_key_head(a.shape, j));
     const int i = kind == 2 ? col + lane : place;
     const bool in = i < ch.n;
     const float4 w = in ? *(const float4 *)(ch.taps + (size_t)i * DELTA_TAPS) : make_float4(0, 0, 0, 0);
@@ -8396,7 +8414,7 @@ __global__ void __launch_bounds__(MAMBA_THREADS, 1) k_mamba_scan(const __grid_co
     float *state =
         a.state + (size_t)u.timeline * a.state_stride + (size_t)(j * dk * dv) + (size_t)(warp * MAMBA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - warp * MAMBA_ROWS : 0; /* of the thread's values that exist */
-    const float skip = a.skip[delta_value_head(a.shape, j)];
+    const float skip = a.skip[delta_value_head<true>(a.shape, j)];
     float S[MAMBA_ROWS];
     UNROLL for (int i = 0; i < MAMBA_ROWS; i++) S[i] = i < n_mine ? state[(size_t)i * dv] : 0;
     UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += MAMBA_STEP) {
@@ -8443,11 +8461,11 @@ __global__ void __launch_bounds__(MAMBA_FINISH) k_mamba_finish(const __grid_cons
     const float *z = a.z + (size_t)t * a.z_stride + g * n, *norm = a.norm + (size_t)(d.first_key + g) * n;
     uint16_t *out = a.out + (size_t)t * a.out_stride + g * n;
     float ss = 0;
-    for (int i = threadIdx.x; i < n; i += MAMBA_FINISH) ss += z[i] * z[i];
+    UNROLL_BY(4) for (int i = threadIdx.x; i < n; i += MAMBA_FINISH) ss += z[i] * z[i];
     const float f = rsqrtf(block_sum<MAMBA_FINISH>(ss) / (float)n + a.eps);
-    for (int i = threadIdx.x; i < n; i += MAMBA_FINISH) out[i] = clamped_f16(z[i] * f * norm[i]);
+    UNROLL_BY(1) for (int i = threadIdx.x; i < n; i += MAMBA_FINISH) out[i] = clamped_f16(z[i] * f * norm[i]);
     if (t - u.first < u.n - a.n_ring) return;
-    for (int j = g * per_key; j < (g + 1) * per_key; j++) delta_keep<false>(a, u, u.pos, t - u.first, j);
+    for (int j = g * per_key; j < (g + 1) * per_key; j++) delta_keep<RULE_MAMBA>(a, u, u.pos, t - u.first, j);
 }
 
 /* Enqueues Mamba-2: for n_tok own rows after n_uncommitted earlier ones. */
@@ -12175,6 +12193,10 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
              (kind == ATTN_GQA && !a->index_means ? a->n_index > INDEX_ROWS
                                                   : index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10))
         snprintf(why, ERR_MAX, "an indexer with %d heads (layer %d) is not supported on a GPU; use --cpu", a->n_index,
+                 il);
+    else if (mla && a->top_k && !attn_chooses_latents(dv))
+        snprintf(why, ERR_MAX,
+                 "attention over chosen keys with latents of %d (layer %d) is not supported on a GPU; use --cpu", dv,
                  il);
     else if (a->top_k && kind == ATTN_GQA &&
              (a->window ||
