@@ -1191,7 +1191,7 @@ static inline float attn_temperature(const struct attn *a, int pos) {
 }
 
 /* Keys that the token at that position sees, where there is a window: at most so many. */
-static inline int attn_window(const struct attn *a, int pos) { return a->chunked ? pos % a->window + 1 : a->window; }
+static inline int attn_reach(const struct attn *a, int pos) { return a->chunked ? pos % a->window + 1 : a->window; }
 
 /* Shape of a layer's recurrent mixer, a gated delta net or Mamba-2, or of its gated convolution. A group of Mamba-2 is
  * a key head, whose key is B and whose query is C; a head of Mamba-2 is a value head, whose value is x. A gated
@@ -12356,7 +12356,7 @@ static void attend_prefetch(struct attend_work *w) {
 
 /* Returns the first of the keys from `pos` on that the token at `own` sees: 0, or more where a window ends before. */
 static int first_in_window(const struct attn *a, int own, int pos) {
-    return a->window ? int_max(0, own - attn_window(a, own) + 1 - pos) : 0;
+    return a->window ? int_max(0, own - attn_reach(a, own) + 1 - pos) : 0;
 }
 
 /* Columns of struct cpu's rel_bias: the distances in descending order, so that keys stand side by side, between zeros
@@ -17409,7 +17409,7 @@ static int session_score(struct session *s, const int32_t *ids, int n,
 static int keys_seen(const struct attn *a, int pos) {
     if (a->compress_ratio && !a->kv_lora) return keys_csa(a, pos);
     if (a->top_k) return keys_topk(a, pos);
-    return a->window ? int_min(pos + 1, attn_window(a, pos)) : pos + 1;
+    return a->window ? int_min(pos + 1, attn_reach(a, pos)) : pos + 1;
 }
 
 /* Multiplications and additions of a forward of n tokens after n_past others, with logits of the last one:
