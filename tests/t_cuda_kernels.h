@@ -261,24 +261,26 @@ struct glu_kind {
     struct glu (*make)(float limit) = NULL; /* NULL: without limits */
     double limit = 0;
     bool gelu = false, relu = false;
+    double gate_cap = 0, up_cap = 0;
 };
 static double glu(const struct glu_kind &k, double g, double u) {
     const double clamped = fmax(-k.limit, fmin(u, k.limit));
     double y = g / (1 + exp(-g)) * u;
     if (k.make == glu_oai) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
     if (k.make == glu_silu_clamp) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
+    if (k.gate_cap > 0) y = k.gate_cap * tanh(g / k.gate_cap) / (1 + exp(-g)) * (k.up_cap * tanh(u / k.up_cap));
     if (k.gelu) y = g / 2 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u;
     if (k.relu) y = fmax(g, 0) * u;
     return y / (double)HIDDEN_SCALE;
 }
 static const char *glu_name(const struct glu_kind &k) {
     if (k.gelu || k.relu) return k.relu ? "ReLU" : "GELU";
+    if (k.gate_cap > 0) return "capped";
     return k.make == glu_oai ? "OAI" : k.make == glu_silu_clamp ? "clamped SiLU" : k.make ? "clamped" : "SiLU";
 }
 static struct glu glu_of(const struct glu_kind &k) {
     struct glu none = {};
-    none.gelu = k.gelu;
-    none.relu = k.relu;
+    none.gelu = k.gelu, none.relu = k.relu, none.gate_cap = (float)k.gate_cap, none.up_cap = (float)k.up_cap;
     return k.make ? k.make((float)k.limit) : none;
 }
 
@@ -330,6 +332,7 @@ struct gemm_case {
     bool f32, bias, gather;
     struct glu_kind glu = {};
     float bias_factor = 0;
+    bool square = false; /* the results are max(0, y)^2 / HIDDEN_SCALE */
 };
 
 /* How the quantizer is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and
@@ -408,7 +411,7 @@ static void run_gemm(const struct gemm_case &t) {
     results y(batch * (size_t)n_matrix, t.f32);
     struct gemm_args g = {};
     g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p, g.y_stride = stride,
-    g.y_f32 = t.f32, g.glu = glu_of(t.glu), g.bias_factor = t.bias_factor;
+    g.y_f32 = t.f32, g.glu = glu_of(t.glu), g.bias_factor = t.bias_factor, g.square = t.square;
     if (t.gather) g.rows = rows_d;
     if (t.mode == LIST)
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
@@ -445,14 +448,18 @@ static void run_gemm(const struct gemm_case &t) {
                 const float *row = x.row(z * n_x + rows[(size_t)i]);
                 double a = w.dot(e, r, row);
                 if (t.bias_factor > 0) a += ((double)t.bias_factor - 1) * w.bias_of(e, r);
+                if (t.square) a = pow(fmax(a, 0), 2) / (double)HIDDEN_SCALE;
                 sum.add(y.at(at), t.gated ? glu(t.glu, a, w2.dot(e, r, row)) : a);
             }
     const double limit = !t.f32 ? 1e-6 : fmax(t.fp4 ? 1e-10 : 0, sum_limit(n_in));
     expect(sum.nmse() <= limit && !gaps && !bad_codes,
            "%s, type %u%s%s, %s, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
            "codes",
-           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", glu_name(t.glu), t.mode, t.n_expert, t.n_out,
-           n_in, n_pos, sum.nmse(), gaps, bad_codes);
+           t.name, t.type, t.fp4 ? " x FP4" : "",
+           t.gated    ? " gated"
+           : t.square ? " squared"
+                      : "",
+           glu_name(t.glu), t.mode, t.n_expert, t.n_out, n_in, n_pos, sum.nmse(), gaps, bad_codes);
 }
 
 /* Results of both types, in rows that are and are not whole quads, of blocks of both sizes; tiles of tokens in which all but
@@ -481,7 +488,8 @@ static void run_gemm_quads(enum gguf_type type, bool fp4, bool gated, int n_in) 
 extern "C" void cuda_test_gemm(void) {
     const bool fp4 = cuda_test_begin(1);
     static const struct glu_kind oai = {glu_oai, 7}, low = {glu_oai, 0.75}, clamp = {glu_silu_clamp, 0.75},
-                                 gelu = {NULL, 0, true}, relu = {NULL, 0, false, true};
+                                 gelu = {NULL, 0, true}, relu = {NULL, 0, false, true},
+                                 capped = {NULL, 0, false, false, 2, 3};
     for (auto &type : matrix_types)
         for (int i = 0; i < 2; i++) {
             const bool gated = i;
@@ -561,6 +569,20 @@ extern "C" void cuda_test_gemm(void) {
                       {},
                       1 / HIDDEN_SCALE});
         }
+    /* the feed-forwards of Inkling 2 and of Nemotron-H, in every instance */
+    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
+        for (int a4 = 0; a4 <= (fp4 && type == GGUF_NVFP4); a4++)
+            for (enum gemm_mode mode : {DENSE, LIST}) {
+                const bool dense = mode == DENSE;
+                const int n = dense ? 64 : (int)TN;
+                run_gemm({"capped", type, a4 > 0, true, mode, 1, 24, 72, {n}, false, dense, !dense, capped});
+                run_gemm({"squared", type, a4 > 0, false, mode, 1, 40, 72, {n}, true, dense, !dense, {}, 0, true});
+                if (!dense) run_gemm({"GELU", type, a4 > 0, true, mode, 1, 24, 72, {n}, false, false, true, gelu});
+                if (!a4 || dense) continue;
+                run_gemm({"capped", type, true, true, mode, 1, 24, 4096, {n}, true, false, false, capped});
+                run_gemm({"GELU", type, true, true, mode, 1, 24, 4096, {n}, true, false, false, gelu});
+                run_gemm({"squared", type, true, false, mode, 1, 40, 4096, {n}, true, false, false, {}, 0, true});
+            }
     run_gemm({"gpt-oss", GGUF_MXFP4, false, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
     if (fp4) run_gemm({"gpt-oss", GGUF_MXFP4, true, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
 }
@@ -654,21 +676,24 @@ extern "C" void cuda_test_upload(void) {
 
 /* ---- GEMV: up to 16 tokens ---- */
 
-/* y = W x + bias for 1..16 tokens; norm: of the norm of x + partial, for few short rows. */
-static void run_gemv(enum gguf_type type, int n_tok, int n_out, int n_in, bool norm) {
+/* y = W x + bias for 1..16 tokens; norm: of the norm of x + partial, for few short rows; halves: y has, and the norm in
+ * halves has weights of its own. */
+static void run_gemv(enum gguf_type type, int n_tok, int n_out, int n_in, bool norm, bool halves = false) {
     matrix w(type, 1, n_out, n_in, true);
     const int n = w.w.n_in, stride = n_out + 3;
     tokens x(n_tok, n, 0x7BFF);
     gpu_array<uint16_t> xd(x.half), half((size_t)(n_tok * n));
-    results y((size_t)(stride * n_tok), true);
+    results y((size_t)(stride * n_tok), !halves);
     std::vector<float> base, partial, weight, sums;
     for (int i = 0; i < n_tok * n; i++) base.push_back((float)normal()), partial.push_back((float)normal());
     for (int i = 0; i < n; i++) weight.push_back(1 + uniform() / 2);
-    gpu_array<float> base_d(base), delta_d(partial), weight_d(weight), sum_d(base.size());
+    const std::vector<float> weight16 = halves ? random_floats(n, 1) : weight;
+    gpu_array<float> base_d(base), delta_d(partial), weight_d(weight), weight16_d(weight16), sum_d(base.size());
     struct linear_args p = {};
     p.w[0] = w.d, p.y[0] = (float *)y.y.p, p.y_stride[0] = (size_t)stride, p.n_matrix = 1, p.n_tok = n_tok;
-    p.x = xd, p.x_stride = x.stride;
-    if (norm) p.norm = {base_d, delta_d, weight_d, 1e-6f, n, sum_d, half, NULL}, p.x = NULL;
+    p.x = xd, p.x_stride = x.stride, p.y_half = halves;
+    p.prefetch.count = 1, p.prefetch.at[0] = w.d.codes, p.prefetch.n[0] = 1024;
+    if (norm) p.norm = {base_d, delta_d, weight_d, 1e-6f, n, sum_d, half, halves ? weight16_d.p : NULL}, p.x = NULL;
     for (int t = 0; t < n_tok && norm; t++) {
         double ss = 0;
         for (int i = t * n; i < (t + 1) * n; i++) sums.push_back(base[(size_t)i] + partial[(size_t)i]);
@@ -689,14 +714,16 @@ static void run_gemv(enum gguf_type type, int n_tok, int n_out, int n_in, bool n
             else sum.add(y.at((size_t)(t * stride + r)), w.dot(0, r, x.row(t)));
         }
     if (norm) { /* by the first block */
-        const std::vector<uint16_t> halves = half.get();
+        const std::vector<uint16_t> h16 = half.get();
         gaps += memcmp(sum_d.get().data(), sums.data(), sums.size() * sizeof(float)) != 0;
-        for (size_t i = 0; i < halves.size(); i++)
-            gaps += !(fabsf(f16_to_f32(halves[i]) - x.value[i]) <= 6e-4f * fabsf(x.value[i]) + 1e-7f);
+        for (size_t i = 0; i < h16.size(); i++) {
+            const float want = x.value[i] / weight[i % (size_t)n] * weight16[i % (size_t)n];
+            gaps += !(fabsf(f16_to_f32(h16[i]) - want) <= 6e-4f * fabsf(want) + 1e-7f);
+        }
     }
-    expect(sum.nmse() <= (norm ? 1e-6 : sum_limit(n / GEMV_WARPS)) && !gaps,
-           "type %u, %d tokens, (%d, %d), norm %d: NMSE %.1e, %ld gaps written", type, n_tok, n_out, n, norm,
-           sum.nmse(), gaps);
+    expect(sum.nmse() <= (norm || halves ? 1e-6 : sum_limit(n / GEMV_WARPS)) && !gaps,
+           "type %u, %d tokens, (%d, %d), norm %d, halves %d: NMSE %.1e, %ld gaps written", type, n_tok, n_out, n, norm,
+           halves, sum.nmse(), gaps);
 }
 
 /* The groups of n_in values of each token times a matrix each. */
@@ -808,10 +835,10 @@ extern "C" void cuda_test_gemv(void) {
         }
     run_gemv(GGUF_NVFP4, 8, 40, 1024, true);
     for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) { /* more tiles than a warp has in flight */
-        run_gemv(type, 2, 24, 4096, true);
+        run_gemv(type, 2, 24, 4096, true), run_gemv(type, 2, 24, 4096, true, true);
         for (int n : {2, 9}) {
-            run_gemv(type, n, 24, 4096, false), run_gemv_groups(type, n, 2, 24, 4096),
-                run_gemv_groups(type, n, 3, 40, 72);
+            run_gemv(type, n, 24, 4096, false), run_gemv(type, n, 24, 4096, false, true),
+                run_gemv_groups(type, n, 2, 24, 4096), run_gemv_groups(type, n, 3, 40, 72);
             run_gemv_ffn(type, type, n, 3, 2, 2112, 64, 64), run_gemv_ffn(type, type, n, 3, 3, 64, 2624, 2624);
         }
     }
@@ -940,13 +967,18 @@ static void run_route(const struct route_case &c) {
     for (float &v : x) v = c.ties ? (float)(int)(rnd() % 5) - 2 : uniform();
     for (float &v : bias) v = c.ties ? (float)(rnd() % 3) / 8 : uniform() / 4;
     for (float &v : shared) v = uniform() * small;
-    const std::vector<float> base = x, partial = random_floats((int)x.size(), 1), norm = random_floats((int)n_embd, 1);
+    const std::vector<float> base = x, partial = random_floats((int)x.size(), 1), norm = random_floats((int)n_embd, 1),
+                             norm16 = c.bf16 ? random_floats((int)n_embd, 1) : norm;
+    std::vector<double> want16; /* of the norm in halves */
     for (size_t t = 0; t < n && c.input; t++) {
         double ss = 0;
         for (size_t i = t * n_embd; i < (t + 1) * n_embd; i++)
             x[i] = base[i] + partial[i], ss += (double)x[i] * (double)x[i];
-        for (size_t i = 0; i < n_embd; i++)
-            x[t * n_embd + i] = (float)((double)x[t * n_embd + i] / sqrt(ss / (double)n_embd + 1e-6) * (double)norm[i]);
+        for (size_t i = 0; i < n_embd; i++) {
+            const double unit = (double)x[t * n_embd + i] / sqrt(ss / (double)n_embd + 1e-6);
+            x[t * n_embd + i] = (float)(unit * (double)norm[i]);
+            want16.push_back(unit * (double)norm16[i]);
+        }
     }
     for (size_t e = 0; e < n_expert && c.logit_bias; e++) {
         logit_bias[e] = c.ties ? (float)(rnd() % 3) / 8 : 2 * uniform();
@@ -971,9 +1003,10 @@ static void run_route(const struct route_case &c) {
     (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
     p.bias = c.bias ? bias_d.p : NULL, p.logit_bias = c.logit_bias ? logit_bias_d.p : NULL, p.x = xd, p.logits = logits,
     p.id = id, p.weight = weight;
-    gpu_array<float> base_d(base), delta_d(partial), norm_d(norm), sum_d(x.size());
+    gpu_array<float> base_d(base), delta_d(partial), norm_d(norm), norm16_d(norm16), sum_d(x.size());
     gpu_array<uint16_t> half(x.size());
-    if (c.input) p.input = {base_d, delta_d, norm_d, 1e-6f, c.n_embd, sum_d, half, NULL}, p.x = NULL;
+    if (c.input)
+        p.input = {base_d, delta_d, norm_d, 1e-6f, c.n_embd, sum_d, half, c.bf16 ? norm16_d.p : NULL}, p.x = NULL;
     p.prefetch.count = 1, p.prefetch.at[0] = (const uint8_t *)w32_d.p, p.prefetch.n[0] = 256;
     p.n_tok = c.n_tok, p.n_embd = c.n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
     p.n_group_used = c.n_group_used, p.gating = c.gating, p.norm = c.norm, p.factor = 2.5f;
@@ -1002,6 +1035,9 @@ static void run_route(const struct route_case &c) {
             bad += listed ? check_route(c, want.data(), bias, &ids[t * k], &weights[t * k], 2.5f) : c.k;
         }
         if (decode) bad += arrived.get()[0] != 0;
+        const std::vector<uint16_t> h16 = half.get();
+        for (size_t i = 0; i < want16.size(); i++)
+            bad += !(fabs((double)f16_to_f32(h16[i]) - want16[i]) <= 6e-4 * fabs(want16[i]) + 1e-7);
         std::vector<float> gates = shared_weight.get();
         for (size_t t = 0; t < n && p.shared && decode; t++) {
             double dot = 0;
@@ -1141,7 +1177,13 @@ static void run_sort(int n_tok, int k, int n_expert, int only, int width = 72) {
     bool tiles = n_tiles.get()[0] == want.n_tiles;
     for (size_t i = 0; i < (size_t)want.n_tiles; i++)
         tiles = tiles && e[i] == want.of_tile[i] && f[i] == want.first[i] && c[i] == want.count[i];
-    error_sum sum[3];
+    error_sum sum[3], halves;
+    gpu_array<uint16_t> half_d(out.size());
+    y_d.arrive();
+    LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width, 0,
+               (const float *)NULL, (const float *)NULL, (float *)NULL, half_d.p);
+    finish("weighted sums in halves");
+    const std::vector<uint16_t> h16 = half_d.get();
     for (int way = 0; way < 3; way++) { /* alone, added, added to gated rows */
         y_d.arrive(), x_d.arrive();
         LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width,
@@ -1157,14 +1199,22 @@ static void run_sort(int n_tok, int k, int n_expert, int only, int width = 72) {
                 s += (double)HIDDEN_SCALE * (double)weight[j] *
                      (double)f16_to_f32(y[(size_t)want_inverse[j] * wide + i % wide]);
             sum[way].add((double)got[i], s);
+            if (!way) halves.add((double)f16_to_f32(h16[i]), s / (double)HIDDEN_SCALE);
         }
         out = got;
     }
+    LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, (const int32_t *)NULL, weight_d.p, 1,
+               width, 0, (const float *)NULL, (const float *)NULL, out_d.p, (uint16_t *)NULL);
+    finish("rows of results");
+    int other = 0;
+    const std::vector<float> plain = out_d.get();
+    for (size_t i = 0; i < plain.size(); i++) other += plain[i] != HIDDEN_SCALE * f16_to_f32(y[i]);
+    expect(!other, "%d rows of %d: %d values of a result are others", n_tok, width, other);
     expect(row.get() == want_row && inverse.get() == want_inverse && first.get() == want_first && tiles &&
-               sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12 && sum[2].nmse() <= 1e-12,
-           "%d tokens, %d of %d experts, all to %d: rows %d inverse %d firsts %d tiles %d sums %.1e %.1e %.1e", n_tok,
-           k, n_expert, only, row.get() == want_row, inverse.get() == want_inverse, first.get() == want_first, tiles,
-           sum[0].nmse(), sum[1].nmse(), sum[2].nmse());
+               sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12 && sum[2].nmse() <= 1e-12 && halves.nmse() <= 1e-6,
+           "%d tokens, %d of %d experts, all to %d: rows %d inverse %d firsts %d tiles %d sums %.1e %.1e %.1e %.1e",
+           n_tok, k, n_expert, only, row.get() == want_row, inverse.get() == want_inverse, first.get() == want_first,
+           tiles, sum[0].nmse(), sum[1].nmse(), sum[2].nmse(), halves.nmse());
 }
 
 extern "C" void cuda_test_sort(void) {
@@ -1475,6 +1525,12 @@ struct attn_case {
     enum test_gates gates;
     int top_k, block; /* tokens see so many keys, in chosen blocks of a power of two; 0: all */
     bool latents;     /* MLA in decode: its results themselves */
+    bool pools;       /* top_k is of complete blocks, which all KV heads share; the keys after them are seen, too */
+    bool several;     /* as a batch of several runs */
+    int extent;       /* distances that have a bias; 0: there is none */
+    bool grows;       /* GQA in decode: queries grow with the position, and values are normed */
+    int block_size() const { return max(block, 1); }
+    int most() const { return top_k + (pools ? block - 1 : 0); } /* keys that a token sees at most */
 };
 
 /* A cache tensor with random rows 0..len-1 of `width` values, and NaN after; a ring of so many rows has the latest. */
@@ -1574,16 +1630,19 @@ struct test_heads {
 /* The keys that a token at `pos` sees: all, the last of a window, or blocks of a list. */
 static std::vector<int> attn_visible(const struct attn_case &c, int pos, const int32_t *list) {
     std::vector<int> keys;
-    const bool chosen = c.top_k && pos >= c.top_k;
+    const bool chosen = c.top_k && pos >= c.most();
     for (int x = c.window ? max(pos + 1 - c.window, 0) : 0; x <= pos && !chosen; x++) keys.push_back(x);
+    for (int x = (pos + 1) / c.block_size() * c.block_size(); x <= pos && chosen && c.pools; x++) keys.push_back(x);
     for (int i = 0; chosen && i < c.top_k / c.block; i++)
         for (int x = list[i] * c.block; x < (list[i] + 1) * c.block && x <= pos; x++) keys.push_back(x);
     return keys;
 }
 
-/* out (dv): attention of one query q (dk) of head h over those keys. sinks (heads). */
+/* out (dv): attention of one query q (dk) at position pos of head h over those keys. sinks (heads); bias: of each
+ * distance, of those beyond its end 0. */
 static void attn_plain(const struct attn_case &c, const test_cache &k, const test_cache &v, const uint16_t *q, int h,
-                       const std::vector<int> &keys, const std::vector<float> &sinks, std::vector<double> &out) {
+                       const std::vector<int> &keys, const std::vector<float> &sinks, int pos,
+                       const std::vector<double> &bias, std::vector<double> &out) {
     const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk, rest = c.dk - lat;
     double top = c.sinks ? (double)sinks[(size_t)h] : -INFINITY, den = 0;
     std::vector<double> s;
@@ -1594,7 +1653,8 @@ static void attn_plain(const struct attn_case &c, const test_cache &k, const tes
         double d = 0;
         for (int j = 0; j < lat; j++) d += (double)qf[(size_t)j] * key[j];
         for (int j = 0; j < rest; j++) d += (double)qf[(size_t)(lat + j)] * v.value[(size_t)(x * rest + j)];
-        s.push_back(d / sqrt(c.dk)), top = fmax(top, s.back());
+        const size_t back = (size_t)(pos - x);
+        s.push_back(d / sqrt(c.dk) + (back < bias.size() ? bias[back] : 0)), top = fmax(top, s.back());
     }
     for (double &o : out) o = 0;
     if (c.sinks) den = exp((double)sinks[(size_t)h] - top);
@@ -1640,10 +1700,10 @@ static bool row_near(const struct cache_tensor &p, const double *got, const std:
 static void run_attention(const struct attn_case &c) {
     const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
     const bool wide = !c.mla && c.dk > HEAD_MAX;
-    const bool fused = !c.mla && !c.prefill && !c.top_k && !wide, q_gates = c.gates == Q_GATES,
+    const bool fused = !c.mla && !c.prefill && !c.top_k && !wide && !c.extent, q_gates = c.gates == Q_GATES,
                values_gate = c.gates == SOFTPLUS_VALUES;
     test_cache k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8, c.ring);
-    test_cache v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8, c.ring);
+    test_cache v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? max(c.dk - c.dv, 1) : c.dv, !c.mla && c.fp8, c.ring);
     const size_t qs = (size_t)(n_head * c.dk) + 24, os = (size_t)(n_head * c.dv) + 8;
     /* the queries before norm and rotation, with gates; keys and values */
     const int rope = c.pos % 3 ? c.dk : c.dk / 2, tables = c.n_tok * rope / 2;
@@ -1659,30 +1719,42 @@ static void run_attention(const struct attn_case &c) {
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
             std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope, c.pairs) : std::vector<double>());
+            const double growth = c.grows ? 1 + 0.1 * log1p((c.pos + i) / 50) : 1;
             for (int j = 0; j < c.dk; j++)
                 q[(size_t)i * qs + (size_t)(h * c.dk + j)] =
-                    f16_from_f32((float)(fused ? y[(size_t)j] : normal() * c.size));
+                    f16_from_f32((float)(fused ? y[(size_t)j] * growth : normal() * c.size));
         }
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
-    const size_t n_topk = c.top_k ? (size_t)(c.top_k / c.block) : 0, n_list = (size_t)(c.n_tok * c.n_kv);
+    const int n_lists = c.pools ? 1 : c.n_kv; /* of a token */
+    const size_t n_topk = c.top_k ? (size_t)(c.most() / c.block + c.pools) : 0, n_list = (size_t)(c.n_tok * n_lists);
     std::vector<int32_t> chosen(n_list * n_topk + 1);
-    for (size_t l = 0; l < n_list && n_topk; l++) { /* a token's own block, and others before it */
+    for (size_t l = 0; l < n_list && n_topk;
+         l++) { /* a token's own block, or the incomplete one, and others before it */
+        const int own = (c.pos + (int)l / n_lists + c.pools) / c.block;
         std::vector<int32_t> blocks;
-        for (int b = 0; b < (c.pos + (int)l / c.n_kv) / c.block; b++) blocks.push_back(b);
+        for (int b = 0; b < own; b++) blocks.push_back(b);
         for (size_t i = 0; i + 1 < blocks.size(); i++) std::swap(blocks[i], blocks[i + rnd() % (blocks.size() - i)]);
-        blocks.resize(n_topk, 0), blocks[n_topk - 1] = (c.pos + (int)l / c.n_kv) / c.block;
+        blocks.resize(n_topk, 0), blocks[n_topk - 1] = own;
         std::sort(blocks.begin(), blocks.end());
         std::copy(blocks.begin(), blocks.end(), chosen.begin() + (long)(l * n_topk));
     }
     gpu_array<int32_t> chosen_d(chosen);
-    const size_t counters = (size_t)(2 * n_head * (c.top_k ? c.n_tok : 1) * ATTN_COUNTERS);
+    const size_t counters = (size_t)(2 * n_head * (c.top_k || c.several ? c.n_tok : 1) * ATTN_COUNTERS);
     gpu_array<uint32_t> arrived(std::vector<uint32_t>(counters, 0));
     gpu_array<float> part(
         std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)DECODE_MAX_TOKENS) * n_head * (c.dv + 2)), NAN));
     gpu_batch b(c.pos, here, c.pos);
+    enum { REL = 10 };
+    const std::vector<float> bank = random_floats(REL * c.extent, 0.5);
+    std::vector<uint16_t> rel;
+    for (int i = 0; i < c.n_tok * n_head * REL && c.extent; i++) rel.push_back(f16_from_f32((float)normal()));
+    gpu_array<float> bank_d(bank);
+    gpu_array<uint16_t> rel_d(rel);
     struct attn_args a = {};
+    if (c.extent) a.rel = rel_d, a.bank = bank_d, a.n_rel = REL, a.extent = c.extent;
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
-    a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
+    a.batch.several = c.several, a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os,
+    a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
     /* MLA in decode ends with the values that wv_b makes of the latents */
     const bool values = c.mla && !c.prefill && !c.latents;
@@ -1694,8 +1766,8 @@ static void run_attention(const struct attn_case &c) {
     a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
     a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
     if (c.top_k) {
-        a.top_k = c.top_k, a.chosen = chosen_d, a.n_topk = (int)n_topk;
-        a.block = divisor_of(c.block), a.block_end = BLOCK_END;
+        a.top_k = c.most(), a.chosen = chosen_d, a.n_topk = (int)n_topk;
+        a.block = divisor_of(c.block), a.block_end = c.pools ? POOL_END : BLOCK_END;
     }
     if (!c.mla && !c.prefill) a.arrived = arrived;
     if (q_gates) {
@@ -1706,11 +1778,12 @@ static void run_attention(const struct attn_case &c) {
     }
     if (fused) {
         struct rope_args &r = a.rope;
-        r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = c.pairs, r.q = q32.d, r.k = k32.d, r.v = v32.d;
+        r.batch = a.batch, r.cs = cs_d, r.sn = sn_d, r.pairs = c.pairs, r.q = q32.d, r.k = k32.d, r.v = v32.d;
         if (!c.plain) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
         r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
         r.kp = k.p, r.vp = v.p, r.n_head = n_head, r.n_head_kv = c.n_kv, r.d = c.dk, r.q_head = q32.head, r.dv = c.dv;
         r.rope = rope, r.eps = 1e-6f;
+        if (c.grows) r.temp_scale = 0.1f, r.temp_length = 50, r.v_norm = true;
         k.forget(c.pos, here), v.forget(c.pos, here);
     }
     q_d.arrive(), q32.d.arrive();
@@ -1728,16 +1801,20 @@ static void run_attention(const struct attn_case &c) {
     for (int i = 0; fused && i < here; i++)
         for (int h = 0; h < c.n_kv; h++) {
             const size_t at = (size_t)((c.pos + i) * c.n_kv + h);
-            const float *x = v32.row(i, h);
+            const std::vector<float> ones((size_t)(c.grows ? c.dv : 0), 1);
             rows += !row_near(k.p, &k.value[at * (size_t)c.dk], k32.roped(i, h, k_norm, cs, sn, rope, c.pairs));
-            rows += !row_near(v.p, &v.value[at * (size_t)c.dv], std::vector<double>(x, x + c.dv));
+            rows += !row_near(v.p, &v.value[at * (size_t)c.dv], v32.roped(i, h, ones, cs, sn, 0));
         }
     for (uint32_t x : arrived.get()) rows += x != 0;
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
-            const int32_t *list = &chosen[(size_t)(i * c.n_kv + h / c.group) * n_topk];
+            const int32_t *list = &chosen[(size_t)(i * n_lists + h / c.group % n_lists) * n_topk];
+            std::vector<double> bias((size_t)c.extent);
+            for (size_t at = 0; at < REL * bias.size(); at++) /* in halves, and the states times log2 e */
+                bias[at % bias.size()] += (double)f16_to_f32(rel[(size_t)((i * n_head + h) * REL) + at / bias.size()]) *
+                                          (double)f16_to_f32(f16_from_f32(bank[at])) * M_LN2;
             attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, attn_visible(c, c.pos + i, list), sinks,
-                       want);
+                       c.pos + i, bias, want);
             const std::vector<float> latent(want.begin(), want.end());
             for (int j = 0; j < n_value && values; j++)
                 sum.add((double)f16_to_f32(halves[(size_t)((i * n_head + h) * n_value + j)]),
@@ -1758,16 +1835,18 @@ static void run_attention(const struct attn_case &c) {
     expect(
         error <= limit && !bad && !rows,
         "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g, window %d of %d rows, sinks %d, "
-        "pairs %d, plain %d, gates %d, top-k %d in blocks of %d: error %.1e, %d gaps written, %d rows or counters are "
-        "wrong",
+        "pairs %d, plain %d, gates %d, top-k %d in blocks of %d, pools %d, several %d, biases %d, growth %d: error "
+        "%.1e, %d gaps "
+        "written, %d rows or counters are wrong",
         c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
         c.n_tok, c.absent, c.pos, c.splits, c.size, c.window, c.ring, c.sinks, c.pairs, c.plain, (int)c.gates, c.top_k,
-        c.block, error, bad, rows);
+        c.block, c.pools, c.several, c.extent, c.grows, error, bad, rows);
 }
 
-/* Expanded keys and values of DeepSeek's shape, segment after segment. */
+/* Expanded keys and values of a released shape, segment after segment. */
+template <int NOPE>
 static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
-    enum { NOPE = 128, ROPE = 64, V = 128, LATENT = 16, WIDTH = LATENT + ROPE };
+    enum { ROPE = 64, V = 128, LATENT = 16, WIDTH = LATENT + ROPE };
     const size_t segment = n_head > 1 ? 64 : 160; /* of one tile, of several */
     const size_t len = (size_t)(pos + n_tok), heads = (size_t)n_head, rows = (size_t)n_tok * heads, stride = heads * V;
     auto halves = [](size_t n, double scale) {
@@ -1827,8 +1906,8 @@ static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
     }
     for (size_t i = 0; i < got.size(); i++) bad += i % (stride + 8) >= stride && got[i] != 0xABCD;
     expect(sqrt(sum.nmse()) <= 2e-3 && !bad,
-           "expanded latent attention, %d tokens at %d, %d heads, size %g: error %.1e, %d gaps written", n_tok, pos,
-           n_head, size, sqrt(sum.nmse()), bad);
+           "expanded latent attention of %d, %d tokens at %d, %d heads, size %g: error %.1e, %d gaps written", NOPE,
+           n_tok, pos, n_head, size, sqrt(sum.nmse()), bad);
 }
 
 /* Transposed matrices of heads, by what the GEMM makes of them. */
@@ -1890,7 +1969,8 @@ static double mla_turned(const float *x, const std::vector<float> &cs, const std
 }
 
 /* Queries into the latent space, and the new rows of the cache. */
-static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
+static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope,
+                          float temperature = 0) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
     test_cache k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
@@ -1905,6 +1985,7 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q_rope = y, r.kp = k.p,
     r.vp = v.p, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
     r.n_head = n_head, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope, r.eps = 1e-6f;
+    r.temp_scale = temperature, r.temp_length = 3;
     p.w = wk.d, p.n_tok = n_tok;
     k.forget(pos, n_tok), v.forget(pos, n_tok);
     q.d.arrive(), kv.d.arrive();
@@ -1920,11 +2001,12 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
         for (int i = 0; i < rope; i++) want.push_back(mla_turned(from + latent, cs, sn, rope, t, i));
         rows += !row_near(k.p, &k.value[(size_t)((pos + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
         rows += !row_near(v.p, &v.value[(size_t)((pos + t) * rope)], want);
+        const double f = 1 + (double)temperature * log1p((pos + t) / r.temp_length);
         for (int h = 0; h < n_head; h++)
             for (int i = 0; i < key; i++)
                 sum.add((double)f16_to_f32(got[(size_t)((t * n_head + h) * key + i)]),
-                        i < latent ? wk.dot(h, i, q.row(t, h))
-                                   : mla_turned(q.row(t, h) + nope, cs, sn, rope, t, i - latent));
+                        f * (i < latent ? wk.dot(h, i, q.row(t, h))
+                                        : mla_turned(q.row(t, h) + nope, cs, sn, rope, t, i - latent)));
     }
     expect(sum.nmse() <= 1e-6 && !rows, "type %u, %d tokens, %d heads, %d + %d to %d: NMSE %.1e, %d rows are wrong",
            type, n_tok, n_head, nope, rope, latent, sum.nmse(), rows);
@@ -1980,6 +2062,78 @@ static void run_attention_long() {
     c.prefill = true, c.dk = c.dv = 32, c.n_kv = c.group = 1, c.n_tok = 17, c.pos = 14300, c.splits = SPLITS_MAX,
     c.size = 1;
     run_attention(c);
+}
+
+/* What few models have, for every width: pools of latents without a rotated part, blocks of a few keys, biases by
+ * distance, latents of 256, sinks and gates of wide heads. Batches of several runs. */
+static void run_attention_forms() {
+    static const int pooled[] = {512, 128, 64}, few[] = {64, 128, 256}, biased[] = {32, 64, 128},
+                     plain[][2] = {{32, 32}, {64, 64}, {128, 128}, {192, 128}, {256, 256}};
+    for (int kind = 0; kind < 4; kind++) {
+        const bool fp8 = kind & 1, two = kind & 2;
+        struct attn_case c = {};
+        c.mla = c.latents = c.pools = true, c.fp8 = fp8, c.n_kv = 1, c.group = two ? 30 : 12, c.size = 1;
+        for (int d : pooled) {
+            c.dk = c.dv = d, c.block = 4, c.n_tok = 3, c.prefill = false, c.several = two;
+            for (int splits : {1, 2}) { /* two of the tokens see all keys, or none does */
+                c.top_k = 160, c.pos = splits > 1 ? 161 : 300, c.splits = splits;
+                run_attention(c);
+            }
+            c.several = false, c.n_tok = 17, c.prefill = true, c.top_k = two ? 160 : 0, c.splits = 64;
+            run_attention(c);
+            if (two) continue;
+            c.splits = 1, c.pos = 0, c.n_tok = 70;
+            run_attention(c);
+        }
+        c = {};
+        c.fp8 = fp8, c.pools = true, c.n_kv = 2, c.size = 1;
+        for (int d : few) {
+            c.dk = c.dv = d, c.group = two ? 12 : 5, c.block = 4, c.top_k = two ? 720 : 1600, c.splits = two ? 6 : 1;
+            c.n_tok = two ? 1 : 2, c.pos = 1700, c.sinks = true, c.several = !two;
+            c.gates = two ? SIGMOID_HEADS : SOFTPLUS_VALUES, c.prefill = false;
+            run_attention(c);
+            c.gates = two ? NO_GATES : Q_GATES, c.sinks = false, c.splits = 64, c.several = false;
+            run_attention(c);
+            c.n_tok = 17, c.pos = 900, c.top_k = 160, c.prefill = true, c.splits = 1;
+            run_attention(c);
+        }
+        c = {};
+        c.fp8 = fp8, c.n_kv = 2, c.size = 1;
+        for (int d : biased) {
+            c.dk = c.dv = d, c.group = two ? 5 : 12, c.extent = two ? 70 : 200, c.n_tok = 3, c.pos = 700;
+            c.splits = two ? 1 : 7, c.sinks = true, c.gates = two ? SOFTPLUS_HEADS : SOFTPLUS_VALUES;
+            c.window = two ? 120 : 0, c.ring = two ? 192 : 0, c.several = !two, c.prefill = false;
+            run_attention(c);
+            c.n_tok = 1, c.pos = 1300, c.gates = two ? Q_GATES : NO_GATES, c.sinks = two, c.several = false;
+            c.splits = two ? 1 : 64, c.window = c.ring = 0;
+            run_attention(c);
+            c.n_tok = 70, c.pos = 200, c.prefill = true, c.window = two ? 90 : 0, c.ring = two ? 192 : 0;
+            c.gates = two ? Q_GATES : NO_GATES, c.group = 3, c.splits = two ? 1 : 64;
+            run_attention(c);
+        }
+        c = {};
+        c.mla = true, c.fp8 = fp8, c.n_kv = 1, c.dk = 320, c.dv = 256, c.group = two ? 20 : 12, c.size = 1;
+        c.n_tok = two ? 3 : 1, c.pos = 500, c.splits = 64, c.latents = two;
+        run_attention(c);
+        c.splits = 1, c.several = true, c.latents = true, c.pos = 130;
+        run_attention(c);
+        c.several = false, c.n_tok = 17, c.prefill = true, c.splits = two ? 1 : 64;
+        run_attention(c);
+        c = {};
+        c.fp8 = fp8, c.dk = c.dv = 512, c.n_kv = 1, c.group = two ? 30 : 12, c.n_tok = 1, c.pos = 150, c.size = 1;
+        for (enum test_gates gates : {Q_GATES, SIGMOID_HEADS, SOFTPLUS_HEADS, SOFTPLUS_VALUES})
+            for (int splits : {1, 2}) {
+                c.gates = gates, c.splits = splits, c.sinks = true, c.several = splits == 1;
+                run_attention(c);
+            }
+        c = {};
+        c.fp8 = fp8, c.n_kv = 2, c.group = two ? 3 : 20, c.n_tok = two ? 7 : 2, c.pos = 250, c.size = 1;
+        c.splits = two ? 2 : 1, c.several = c.grows = true;
+        for (auto &w : plain) {
+            c.dk = w[0], c.dv = w[1];
+            run_attention(c);
+        }
+    }
 }
 
 /* Attention with one KV head: `window` keys of a ring, and keys of `ratio` tokens each, of which top_k are chosen. */
@@ -2073,7 +2227,9 @@ extern "C" void cuda_test_attention(void) {
     }
     for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) /* loops that go round several times */
         for (int n : {1, 9}) run_mla_query(type, n > 1, n, 1, n > 1 ? 2048 : 2112, type == GGUF_BF16 ? 7936 : 24, 3584);
-    run_mla_expanded(150, 0, 2, 1), run_mla_expanded(40, 300, 1, 8);
+    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
+        for (int n : {3, 12}) run_mla_query(type, true, n, 2, 64, 256, 64, 0.1f);
+    run_mla_expanded<128>(150, 0, 2, 1), run_mla_expanded<128>(40, 300, 1, 8);
     for (auto &type : matrix_types) run_transpose(type.type);
     run_latents(false), run_latents(true);
     expect(attn_find(ATTN_MLA, 576, 512, 0) && !attn_find(ATTN_GQA, 128, 64, 0), "supported widths");
@@ -2138,6 +2294,8 @@ extern "C" void cuda_test_attention(void) {
                     c.gates = !c.mla && (c.pos ^ c.n_tok) & 1 ? Q_GATES : NO_GATES;
                     run_attention(c);
                 }
+    run_mla_expanded<64>(150, 0, 2, 1), run_mla_expanded<64>(40, 300, 1, 8);
+    run_attention_forms();
 }
 
 /* 16 tokens with a window, one at a time and in other batches: a token's bits are the same. Ends of steps and of splits lie
@@ -2275,6 +2433,7 @@ struct delta_case {
     float bound = 0;       /* as of struct delta */
     float forgets = 0.01f; /* scale of the decays of such */
     int taps = DELTA_TAPS; /* of the model; those before them are 0 */
+    bool sigmoid = false;  /* a delta net's gates are sigmoids, as those of Kimi delta attention */
     bool kda() const { return rule == RULE_KDA; }
     bool mamba() const { return rule == RULE_MAMBA; }
     int n_decay() const { return kda() ? dk : 1; }
@@ -2369,7 +2528,7 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
             }
             for (int e = 0; e < dv && i >= c.n_uncommitted; e++) {
                 const size_t at = (size_t)((i - c.n_uncommitted) * n_value * dv + j * dv + e);
-                const double z = (double)x.z[at], gate = (c.kda() ? 1 : z) / (1 + exp(-z));
+                const double z = (double)x.z[at], gate = (c.kda() || c.sigmoid ? 1 : z) / (1 + exp(-z));
                 out[at] = o[(size_t)e] * gate;
                 if (!c.mamba()) out[at] *= (double)x.norm[(size_t)e] / sqrt(ss / dv + 1e-6);
             }
@@ -2439,7 +2598,8 @@ static void run_delta(const struct delta_case &c) {
     const int whole = c.before + c.n_key + c.after;
     a.shape.n_key = c.n_key, a.shape.n_value = n_value, a.shape.head_k = c.dk, a.shape.head_v = c.dv;
     a.shape.n_conv = c.taps, a.shape.n_decay = c.n_decay(), a.shape.bound = c.bound;
-    a.shape.sigmoid_gate = c.kda(), a.shape.tiled = c.tiled, a.shape.first_key = c.before, a.shape.whole_key = whole;
+    a.shape.sigmoid_gate = c.kda() || c.sigmoid, a.shape.tiled = c.tiled, a.shape.first_key = c.before,
+    a.shape.whole_key = whole;
     a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha;
     if (c.mamba()) a.conv_bias = bias, a.skip = skip;
     else a.beta = beta;
@@ -2537,6 +2697,10 @@ extern "C" void cuda_test_delta_net(void) {
         {1, 2, 72, 40, false, 0, 0, 100, 16, 16, 1, 1, false, RULE_MAMBA, 0, 1, 3},
         {1, 1, 24, 32, false, 0, 0, 40, 9, 66, 1, 1, false, RULE_MAMBA, 0, 1, 1},
         {1, 1, 24, 32, false, 0, 0, 40, 0, 66, 1, 1, false, RULE_MAMBA, 0, 1, 2},
+        /* the gates of Qwen3.8-Flash-Next, and groups of many heads */
+        {1, 1, 64, 128, false, 0, 0, 3, 0, 1, 1, 1, false, RULE_NET, 0, 1, 4, true},
+        {1, 1, 64, 128, false, 0, 0, 3, 0, 17, 1, 1, false, RULE_NET, 0, 1, 4, true},
+        {1, 13, 16, 128, false, 0, 0, 3, 0, 1, 1, 1, false, RULE_MAMBA},
     };
     for (auto &c : cases) run_delta(c);
 }

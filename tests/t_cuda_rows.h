@@ -13,7 +13,9 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
     const size_t count = TOKENS * (size_t)n, slots = pushed ? 2 * (size_t)ranks * ALLREDUCE_SLOT : 0;
     const size_t step = pushed ? (size_t)ALLREDUCE_SLOT : count; /* from a rank's partial to the next one's */
     const size_t first = slots / 2;                              /* of slots: the first sequence is odd */
-    std::vector<float> x = random_floats((int)count, 1), w = random_floats(n, 1);
+    const bool apart = blocks == 1; /* norms in F32 have weights of their own */
+    std::vector<float> x = random_floats((int)count, 1);
+    const std::vector<float> w = random_floats(n, 1), w32 = apart ? random_floats(n, 1) : w;
     for (float &f : x) f += centers ? 3.0f : 0.0f;
     std::vector<float> own = random_floats((int)count, 1), all(first + (size_t)ranks * step + count);
     for (size_t k = 0; k < (size_t)ranks; k++)
@@ -23,14 +25,14 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
         bf16.push_back(bf16_from_f32(f));
         if (SOURCE == PARTIAL_BF16) f = bf16_to_f32(bf16.back());
     }
-    gpu_array<float> x_d(x), w_d(w), own_d(own), all_d(all), sent(slots + count), sum(x), h32(count);
+    gpu_array<float> x_d(x), w_d(w), w32_d(w32), own_d(own), all_d(all), sent(slots + count), sum(x), h32(count);
     gpu_array<uint16_t> bf16_d(bf16), h16(count);
     const size_t words = sizeof(struct sequence) / 4, flags = (size_t)ranks * ALLREDUCE_BLOCKS;
     gpu_array<uint32_t> state(std::vector<uint32_t>(words, 0u)), heartbeat(std::vector<uint32_t>(3));
     gpu_array<uint32_t> came(std::vector<uint32_t>(flags, 1u)), went(std::vector<uint32_t>(flags, 0u));
     struct norm_args a = {};
     a.x = base ? x_d.p : NULL, a.sum = sum, a.weight = norm ? w_d.p : NULL, a.eps = 1e-6f, a.n = n, a.n_tok = TOKENS;
-    a.centers = centers, a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL;
+    a.centers = centers, a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL, a.weight32 = apart ? w32_d.p : NULL;
     a.p = {rank, ranks, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
     for (int k = 0; k < ranks && pushed; k++) a.slot[k] = k == rank ? all_d : sent, a.flag[k] = k == rank ? came : went;
     if (partial) a.partial = SOURCE == PARTIAL_BF16 ? (void *)bf16_d.p : SOURCE == PARTIAL_GATHERED ? all_d.p : own_d.p;
@@ -60,8 +62,8 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
         for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) want[i] = (float)((double)want[i] - mean);
         const double f = rms_factor(&want[t * (size_t)n], n);
         for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) {
-            const double y = (double)want[i] * f * (double)w[i % (size_t)n];
-            if (a.h32) e.add((double)normed[i], y);
+            const double unit = (double)want[i] * f, y = unit * (double)w[i % (size_t)n];
+            if (a.h32) e.add((double)normed[i], unit * (double)w32[i % (size_t)n]);
             bad += !(fabs((double)f16_to_f32(halves[i]) - y) <= 6e-4 * fabs(y) + (centers ? 1e-6 : 1e-7));
         }
     }
@@ -239,6 +241,56 @@ static void run_streams_norm(int n, bool partial, bool joined, bool norm) {
            norm, sums.nmse(), normed.nmse(), bad);
 }
 
+/* Readings of many blocks, as in "CPU operations: blocks of layers" of moe.c, and their norms. */
+template <int VECS>
+static void run_blocks(int n, int n_row, int n_read) {
+    enum { TOKENS = 2 };
+    const size_t wide = (size_t)n, rows = (size_t)n_row, reads = (size_t)n_read;
+    const std::vector<float> x = random_floats(TOKENS * n_row * n, 1), query = random_floats(n_read * n, 1),
+                             w = random_floats(n_read * n, 1);
+    gpu_array<float> x_d(x), query_d(query), w_d(w), h32(TOKENS * wide);
+    gpu_array<uint16_t> out(reads * TOKENS * wide);
+    gpu_batch b(9, TOKENS, 9);
+    struct block_args a = {};
+    a.batch = b, a.rows = x_d, a.n_res = a.n_row = n_row, a.n = n, a.n_tok = TOKENS, a.n_read = a.n_out = n_read;
+    a.query = query_d, a.h32 = h32, a.eps = 1e-6f;
+    for (size_t q = 0; q < reads; q++) a.norm[q] = w_d + q * wide, a.out[q] = out + q * TOKENS * wide;
+    x_d.arrive();
+    LAUNCH_PDL(k_blocks<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a);
+    finish("blocks of layers");
+    const std::vector<uint16_t> halves = out.get();
+    const std::vector<float> first = h32.get();
+    error_sum e;
+    int bad = 0;
+    for (size_t t = 0; t < TOKENS; t++)
+        for (size_t q = 0; q < reads; q++) {
+            std::vector<double> score, norm;
+            std::vector<float> want(wide);
+            double den = 0;
+            for (size_t j = 0; j < rows; j++) {
+                const float *row = &x[(t * rows + j) * wide];
+                double dot = 0;
+                for (size_t i = 0; i < wide; i++) dot += (double)row[i] * (double)query[q * wide + i];
+                norm.push_back(rms_factor(row, n));
+                score.push_back(exp(dot * norm.back() / sqrt(n))), den += score.back();
+            }
+            for (size_t i = 0; i < wide; i++) {
+                double sum = 0;
+                for (size_t j = 0; j < rows; j++)
+                    sum += score[j] / den * norm[j] * (double)x[(t * rows + j) * wide + i];
+                want[i] = (float)sum;
+            }
+            const double f = rms_factor(want.data(), n);
+            for (size_t i = 0; i < wide; i++) {
+                const double y = (double)want[i] * f * (double)w[q * wide + i];
+                if (!q) e.add((double)first[t * wide + i], y);
+                bad += !(fabs((double)f16_to_f32(halves[(q * TOKENS + t) * wide + i]) - y) <= 7e-4 * fabs(y) + 1e-5);
+            }
+        }
+    expect(e.nmse() < 1e-10 && !bad, "%d readings of %d blocks of %d: NMSE %.1e, %d wrong", n_read, n_row, n, e.nmse(),
+           bad);
+}
+
 /* A result that is normed before it is added, and the norm of the sum. parts: the result is the sum of the norms of two
  * parts, and the residual is scaled after that. */
 template <int VECS>
@@ -347,6 +399,7 @@ extern "C" void cuda_test_norms(void) {
         run_streams_norm<4>(4088, kind % 3 == 0, kind == 1, kind < 3);
         run_streams_norm<8>(8184, kind % 3 == 0, kind == 1, kind < 3);
     }
+    run_blocks<4>(132, GPU_BLOCKS, BLOCKS_READ), run_blocks<8>(8184, 33, 1);
     for (int kind = 0; kind < 4; kind++) {
         run_add_result<4>(4088, kind & 1, kind & 2);
         run_add_result<8>(8184, kind & 1, kind & 2);
@@ -361,6 +414,7 @@ struct rope_case {
     bool pairs, fp8, norm;
     int ring; /* rows; 0: none */
     bool v_norm = false;
+    bool grows = false; /* queries do with the position */
 };
 
 /* Grouped-query attention in prefill. */
@@ -379,7 +433,7 @@ static void run_rope_gqa(const struct rope_case &c) {
     if (c.norm) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
     r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
     r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = KV, r.d = c.d, r.q_head = c.q_head, r.dv = c.dv;
-    r.rope = c.rope, r.eps = 1e-6f, r.v_norm = c.v_norm;
+    r.rope = c.rope, r.eps = 1e-6f, r.v_norm = c.v_norm, r.temp_scale = c.grows ? 0.1f : 0, r.temp_length = 9;
     k.forget(POS, TOKENS), v.forget(POS, TOKENS);
     q32.d.arrive(), k32.d.arrive(), v32.d.arrive();
     const dim3 grid(ceil_div(HEADS + 2 * KV, 4), TOKENS);
@@ -393,8 +447,9 @@ static void run_rope_gqa(const struct rope_case &c) {
     for (int t = 0; t < TOKENS; t++) {
         for (int h = 0; h < HEADS; h++) {
             const std::vector<double> want = q32.roped(t, h, q_norm, cs, sn, c.rope, c.pairs);
+            const double growth = c.grows ? 1 + 0.1 * log1p((POS + t) / r.temp_length) : 1;
             for (int i = 0; i < c.d; i++)
-                sum.add((double)f16_to_f32(got[(size_t)((t * HEADS + h) * c.d + i)]), want[(size_t)i]);
+                sum.add((double)f16_to_f32(got[(size_t)((t * HEADS + h) * c.d + i)]), growth * want[(size_t)i]);
         }
         for (int h = 0; h < KV; h++) {
             const size_t at = (size_t)((POS + t) * KV + h);
@@ -404,8 +459,8 @@ static void run_rope_gqa(const struct rope_case &c) {
         }
     }
     expect(sum.nmse() < 1e-6 && !bad,
-           "heads of %d and %d, %d rotated, pairs %d, fp8 %d, norm %d: NMSE %.1e, %d wrong rows", c.d, c.dv, c.rope,
-           c.pairs, c.fp8, c.norm, sum.nmse(), bad);
+           "heads of %d and %d, %d rotated, pairs %d, fp8 %d, norm %d, growth %d: NMSE %.1e, %d wrong rows", c.d, c.dv,
+           c.rope, c.pairs, c.fp8, c.norm, c.grows, sum.nmse(), bad);
 }
 
 /* Latent attention in prefill. */
@@ -565,6 +620,7 @@ extern "C" void cuda_test_rotations(void) {
             run_rope_gqa({256, 256, 256, 256, true, fp8, false, 64});
         run_rope_gqa({192, 128, 192, 64, fp8, fp8, fp8, 0});
         run_rope_gqa({512, 512, 512, 512, false, fp8, true, 0, true});
+        run_rope_gqa({512, 512, 512, 512, true, fp8, !fp8, 0, false, true});
         run_rope_gqa({256, 256, 256, 256, false, fp8, true, 64, true});
         run_rope_mla(fp8, 128, 512, 64), run_rope_mla(fp8, 200, 4000, 1000);
     }
@@ -622,6 +678,72 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
     expect(sum.nmse() < 1e-6 && !bad,
            "an indexer's %d values, %d rotated, fp8 %d, pairs %d, bias %d, pools %d: NMSE %.1e, %d wrong", width, rope,
            fp8, pairs, bias, pools, sum.nmse(), bad);
+}
+
+/* Keys that are means of `together` tokens' keys, far into a long text, some of which the ring has. */
+static void run_index_means(int width, int rope, bool fp8, bool pairs, int together, int pos) {
+    enum { TOKENS = 8, HEADS = 3, RING = 19 };
+    const int first = pos / together, n_key = (pos + TOKENS) / together - first, before = pos - first * together;
+    const size_t wide = (size_t)width;
+    test_cache k(n_key, width, width, fp8);
+    test_heads q(TOKENS, HEADS, width, width, 2), k32(TOKENS, 1, width, width, 1), means(n_key, 1, width, width, 1);
+    const std::vector<float> q_norm = random_floats(width, 1), k_norm = random_floats(width, 1),
+                             cs = random_floats(TOKENS * rope / 2, 0.7), sn = random_floats(TOKENS * rope / 2, 0.7),
+                             old = random_floats(before * width, 1);
+    std::vector<float> freq, rows(RING * wide, NAN), key_cs, key_sn;
+    for (int i = 0; i < rope / 2; i++) freq.push_back(powf(0.97f, (float)i));
+    for (int i = 0; i < before; i++) /* of the tokens before the batch */
+        std::copy_n(&old[(size_t)i * wide], wide, &rows[(size_t)((pos - before + i) % RING) * wide]);
+    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn), freq_d(freq), rows_d(rows);
+    gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * width));
+    gpu_batch b(pos, TOKENS, pos);
+    struct index_args a = {};
+    struct rope_args &r = a.rope;
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = pairs, r.q = q.d, r.k = k32.d, r.q_norm = q_norm_d;
+    r.k_norm = k_norm_d, r.q16 = q16, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)k32.stride, r.kp = k.p;
+    r.kp.data -= (size_t)first * r.kp.row_bytes; /* rows of the batch alone */
+    if (fp8) r.kp.scale -= (size_t)first * (size_t)r.kp.n_scale;
+    r.n_head = HEADS, r.n_head_kv = 1, r.d = width, r.rope = rope, r.eps = 1e-6f;
+    a.means = a.keep = true, a.together = divisor_of(together), a.table = {freq_d, rope / 2, 1.5f, NULL, NULL};
+    a.ring = cache_make(KV_F32, width, 1), a.ring.kind = ROWS_RING, a.ring.n_row = RING,
+    a.ring.data = (uint8_t *)rows_d.p;
+    k.forget(0, n_key);
+    q.d.arrive(), k32.d.arrive();
+    LAUNCH_PDL(k_index_store, dim3(ceil_div(HEADS + 1, 4), TOKENS), 128, 0, test_stream, a);
+    finish("means of the indexer's keys");
+    k.read(0, n_key);
+    const std::vector<uint16_t> got = q16.get();
+    const std::vector<float> kept = rows_d.get();
+    error_sum sum;
+    int bad = 0;
+    for (int i = 0; i < n_key; i++) {
+        float *mean = &means.x[(size_t)(i * means.stride)];
+        for (size_t c = 0; c < wide; c++) {
+            double s = 0;
+            for (int t = 0; t < together; t++) {
+                const int at = i * together + t - before; /* of the batch */
+                s += (double)(at < 0 ? old[(size_t)(before + at) * wide + c] : k32.row(at, 0)[c]);
+            }
+            mean[c] = (float)(s / together);
+        }
+        for (int p = 0; p < rope / 2; p++) {
+            const double angle = (double)((float)((first + i) * together) * freq[(size_t)p]);
+            key_cs.push_back((float)(1.5 * cos(angle))), key_sn.push_back((float)(1.5 * sin(angle)));
+        }
+    }
+    for (int i = 0; i < n_key; i++)
+        bad += !row_near(k.p, &k.value[(size_t)i * wide], means.roped(i, 0, k_norm, key_cs, key_sn, rope, pairs));
+    for (int t = 0; t < TOKENS; t++) {
+        bad += memcmp(&kept[(size_t)((pos + t) % RING) * wide], k32.row(t, 0), wide * sizeof(float)) != 0;
+        for (int h = 0; h < HEADS; h++) {
+            const std::vector<double> want = q.roped(t, h, q_norm, cs, sn, rope, pairs);
+            for (size_t i = 0; i < wide; i++)
+                sum.add((double)f16_to_f32(got[(size_t)(t * HEADS + h) * wide + i]), want[i]);
+        }
+    }
+    expect(sum.nmse() < 1e-6 && n_key > 1 && !bad,
+           "an indexer's means of %d keys of %d, %d rotated, fp8 %d, pairs %d, at %d: NMSE %.1e, %d of %d wrong",
+           together, width, rope, fp8, pairs, pos, sum.nmse(), bad, n_key);
 }
 
 /* Divides numbers by n, of which the lanes of a block have one each: quotients, and what is left. */
@@ -756,9 +878,11 @@ extern "C" void cuda_test_indexer(void) {
         for (bool bias : {false, true})
             run_index_store(128, 128, fp8, fp8 != bias, bias), run_index_store(64, 32, fp8, bias, bias);
         run_index_store(128, 0, fp8, fp8, true, true);
+        run_index_means(128, 128, fp8, fp8, 3, 1000004), run_index_means(96, 32, fp8, !fp8, 6, 11);
         for (int width : {32, 64, 128}) run_index_scores(width, fp8, 36, 0, 3, 300, 1, width == 64 ? 3 : 8);
         for (int width : {64, 128})
             for (int block : {16, 64}) run_index_scores(width, fp8, 3, block, 23, 300);
+        run_index_scores(16, fp8, 68, 0, 3, 90), run_index_scores(32, fp8, 68, 0, 3, 300, 1, 8);
         for (int width = 16; width <= INDEX_WIDTH; width += 16)
             run_index_scores(width, fp8, 20, 0, 5, 100, 3), run_index_scores(width, fp8, 36, 0, 3, 300);
     }
@@ -766,6 +890,7 @@ extern "C" void cuda_test_indexer(void) {
     run_index_choose(7100, 2100, 0, 0, 8), run_index_choose(9001, 40, 16, 2, 8),
         run_index_choose(8300, 16, 32 * 31, 1, 100);
     run_index_choose(7100, 16, 32 * 31, 1, 100), run_index_choose(20, 4, 64, 1, 2);
+    run_index_choose(7100, 40, 16, 2, 8);
     run_index_choose(9001, 512, 0, 0, 8, 1), run_index_choose(70, 33, 0, 0, 1, 4), run_index_choose(70, 33, 0, 0, 8, 3);
 }
 
