@@ -2017,7 +2017,7 @@ __global__ void __launch_bounds__(256) k_gated_conv(const __grid_constant__ stru
         *(uint2 *)(a.out + (size_t)t * a.out_stride + i) =
             make_uint2(clamped_f16x2(g.x * y.x, g.y * y.y), clamped_f16x2(g.z * y.z, g.w * y.w));
     }
-    if (t >= a.keep) *(float4 *)(conv_kept(a.conv, u, pos) + i) = own;
+    if (t >= a.keep) *(float4 *)(ring_at(u, a.conv.ring, pos) + i) = own;
 }
 
 /* Launches it for n_tok tokens, of which the last come into the ring. */
