@@ -1219,7 +1219,7 @@ struct rope {
     float factor;      /* of cos and sin (YaRN) */
     const float *freq; /* (dim / 2) radians per position */
 };
-enum { MAX_ROPES = 2 /* of a model: of layers that see all keys and those with a window, or of rotated layers and others */ };
+enum { MAX_ROPES = 2 /* of a model: of layers with a window and of others, or of rotated layers and of others */ };
 
 /* What mixes the tokens of a layer. */
 enum mixer {
@@ -4204,7 +4204,7 @@ struct loader {
     int n_latent;
     float gate_cap, up_cap; /* of feed-forwards, see struct glu */
     int gate_low;           /* rank of message gates */
-    int rotates[MAX_LAYERS];        /* attention.rope_pattern; where 0, the rotation is plain_rope */
+    int rotates[MAX_LAYERS]; /* attention.rope_pattern; 0: the layer's rotation is plain_rope */
     int plain_rope;
     int window[MAX_LAYERS];
     float clamp[MAX_LAYERS], clamp_shared[MAX_LAYERS]; /* swiglu_clamp_*; 0: none */

@@ -959,7 +959,7 @@ static struct checkpoint {
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
     bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
-    bool by_columns;                         /* fused experts are (E, cols, rows), the columns of gate before those of up */
+    bool by_columns;                         /* fused experts are (E, cols, rows), columns of gate before those of up */
     bool flat_experts; /* stacks of experts are matrices, (E width, n_embd) of gate, of up and of down transposed */
     bool ungated;                            /* feed-forwards have no gate */
     const char *expert_gain;                 /* factors of the experts' results, in the table's words; NULL: none */
@@ -5609,11 +5609,11 @@ static void note_rope(void) {
         return;
     }
     note_unknown(r, fmt("%s mscale mscale_all_dim%s", known,
-                        llama3           ? " low_freq_factor high_freq_factor"
-                        : src.sections   ? " mrope_section mrope_interleaved"
-                        : src.tempered   ? " llama_4_scaling_beta max_position_embeddings"
-                        : src.stretched  ? " alpha"
-                                         : ""));
+                        llama3          ? " low_freq_factor high_freq_factor"
+                        : src.sections  ? " mrope_section mrope_interleaved"
+                        : src.tempered  ? " llama_4_scaling_beta max_position_embeddings"
+                        : src.stretched ? " alpha"
+                                        : ""));
     if (r.in && !strcmp(r.in, "rope_scaling") && get(c, "rope_parameters"))
         err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
 }

@@ -897,7 +897,7 @@ static void route_plain(const struct route_case &c, const double *logits, const 
     for (int g = 0; g < c.n_group; g++) {
         std::vector<float> p(pick.begin() + g * per, pick.begin() + (g + 1) * per);
         std::sort(p.begin(), p.end());
-        group.push_back(per > 1 && c.gating != GATING_SOFTMAX ? p[(size_t)per - 1] + p[(size_t)per - 2] : p[0]);
+        group.push_back(p.back() + (per > 1 && c.gating != GATING_SOFTMAX ? p[(size_t)per - 2] : 0));
     }
     for (int g = 0; g < c.n_group; g++) {
         int better = 0;

@@ -2010,20 +2010,17 @@ static void test_cpu_profile(void) {
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                        \
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-windows", test_fixtures_windows}, {"model/fixtures-factors", test_fixtures_factors},          \
-        {"model/fixtures-means", test_fixtures_means},\
-        {"model/fixtures-mellum", test_fixtures_mellum},\
-        {"model/fixtures-deepseek-v2", test_fixtures_deepseek_v2},\
-        {"model/fixtures-ling1", test_fixtures_ling1},\
-        {"model/fixtures-solar", test_fixtures_solar},\
-        {"model/fixtures-granite-swa", test_fixtures_granite_swa},\
-        {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl},                                                           \
-        {"model/fixtures-hunyuan", test_fixtures_hunyuan}, {"model/fixtures-ling", test_fixtures_ling},                \
-        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
-        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
-        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
-        {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
-        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
-        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
+        {"model/fixtures-mellum", test_fixtures_mellum}, {"model/fixtures-deepseek-v2", test_fixtures_deepseek_v2},    \
+        {"model/fixtures-ling1", test_fixtures_ling1}, {"model/fixtures-solar", test_fixtures_solar},                  \
+        {"model/fixtures-granite-swa", test_fixtures_granite_swa}, {"model/fixtures-means", test_fixtures_means},      \
+        {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl}, {"model/fixtures-hunyuan", test_fixtures_hunyuan},        \
+        {"model/fixtures-ling", test_fixtures_ling}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},                \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},        \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-dense", test_fixtures_dense},                  \
+        {"model/fixtures-mistral", test_fixtures_mistral}, {"model/fixtures-gemma4", test_fixtures_gemma4},            \
+        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
         {"model/fixtures-deepseek41", test_fixtures_deepseek41},                                                       \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \

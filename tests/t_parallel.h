@@ -243,16 +243,30 @@ static void test_parallel_stem(void) {
 
 /* Every set of kernels, for one model of each mixer (one of six under sanitizers). */
 static void test_parallel_kernels(void) {
-    static const char *const names[] = {"qwen3moe_nvfp4", "deepseek_v3_nvfp4",
-                                        "deepseek_v4",    "qwen3_5_moe_nvfp4",
-                                        "glm_moe_dsa",    "minimax_m3",
-                                        "kimi_linear",    "bailing_hybrid",
-                                        "nemotron_h",     "inkling2_loop",
-                                        "glm5_next",      "qwen4_exp",
-                                        "glm4",           "gemma4",
-                                        "deepseek_v41",   "hunyuan_v1_moe",
-                                        "afmoe_nvfp4",    "granitemoeshared_nvfp4",
-                                        "granitemoehybrid", "cohere2_moe",    "dbrx", "lfm2_moe", "smallthinker", "llama4"};
+    static const char *const names[] = {"qwen3moe_nvfp4",
+                                        "deepseek_v3_nvfp4",
+                                        "deepseek_v4",
+                                        "qwen3_5_moe_nvfp4",
+                                        "glm_moe_dsa",
+                                        "minimax_m3",
+                                        "kimi_linear",
+                                        "bailing_hybrid",
+                                        "nemotron_h",
+                                        "inkling2_loop",
+                                        "glm5_next",
+                                        "qwen4_exp",
+                                        "glm4",
+                                        "gemma4",
+                                        "deepseek_v41",
+                                        "hunyuan_v1_moe",
+                                        "afmoe_nvfp4",
+                                        "granitemoeshared_nvfp4",
+                                        "granitemoehybrid",
+                                        "cohere2_moe",
+                                        "dbrx",
+                                        "lfm2_moe",
+                                        "smallthinker",
+                                        "llama4"};
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f += SANITIZED ? 6 : 1)
             check_parallel(&(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0,
