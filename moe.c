@@ -1247,7 +1247,9 @@ enum qk_norm {
     X(CSA, l->mixer == MIXER_CSA)                                                     \
     X(MAMBA, l->mixer == MIXER_MAMBA)                                                 \
     X(CONV, l->mixer == MIXER_CONV)                                                   \
-    X(ATTN_NORM, l->mixer != MIXER_NONE && l->mixer != MIXER_REL && !m->hc_low)       \
+    X(ATTN_NORM, layer_attn_norm(m, l) && m->norm != NORM_BIAS)                       \
+    X(NORM_BIASES, m->norm == NORM_BIAS)                                              \
+    X(OUT_BIAS, l->has_biases || l->out_bias)                                         \
     X(REL, l->mixer == MIXER_REL)                                                     \
     X(REL_WINDOW, l->mixer == MIXER_REL && l->attn.window)                            \
     X(REL_FULL, l->mixer == MIXER_REL && !l->attn.window)                             \
@@ -1279,7 +1281,7 @@ enum qk_norm {
     X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                                \
     X(KDA_FLAT, l->delta.n_decay > 1 && l->delta.flat_decay)                          \
     X(KDA_COLUMN, l->delta.n_decay > 1 && !l->delta.flat_decay)                       \
-    X(FFN_NORM, layer_ffn_norm(m, l))                                                 \
+    X(FFN_NORM, layer_ffn_norm(m, l) && m->norm != NORM_BIAS)                         \
     X(POST_NORM, l->post_norm)                                                        \
     X(OUT_NORM, l->out_norm)                                                          \
     X(RESULT_NORMS, l->result_norms)                                                  \
@@ -1392,7 +1394,8 @@ struct layer {
     bool parallel;       /* the feed-forward reads what attention reads; both are added to the residual */
     bool result_norms;   /* what a half gives is normed before it is added to the residual */
     bool fused_up;       /* files have the rows of a dense feed-forward's gate before those of up, in ffn_up */
-    bool has_biases;     /* wo, the router and the experts have biases */
+    bool has_biases;     /* wo, the router and the experts have biases, */
+    bool out_bias;       /* or wo alone */
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
     bool unit_norm;      /* norms of heads have no weights: they are 1 */
@@ -1614,6 +1617,12 @@ enum { NOT_BOUND = UINT16_MAX };
 static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              HAS_ATTN_NORM),
     VECTOR("attn_norm.weight",      "input_layernorm",              ffn_norm,    EMBD,              HAS_FFN_ALONE),
+    {"attn_norm.weight", "input_layernorm", NOT_BOUND, TENSOR_VECTOR, DIM_EMBD, DIM_ONE, DIM_ONE, HAS_NORM_BIASES, false},
+    {"attn_norm.bias", "input_layernorm.bias", NOT_BOUND, TENSOR_VECTOR, DIM_EMBD, DIM_ONE, DIM_ONE, HAS_NORM_BIASES, false},
+    VECTOR(NULL,                    NULL,                           attn_norm,   PAIR,              HAS_NORM_BIASES),
+    {"ffn_norm.weight", "post_attention_layernorm", NOT_BOUND, TENSOR_VECTOR, DIM_EMBD, DIM_ONE, DIM_ONE, HAS_NORM_BIASES, false},
+    {"ffn_norm.bias", "post_attention_layernorm.bias", NOT_BOUND, TENSOR_VECTOR, DIM_EMBD, DIM_ONE, DIM_ONE, HAS_NORM_BIASES, false},
+    VECTOR(NULL,                    NULL,                           ffn_norm,    PAIR,              HAS_NORM_BIASES),
     MATRIX("attn_q_a",              "self_attn.q_a_proj",           wq_a,        EMBD,    Q_LORA,   ONE,     HAS_Q_LORA),
     VECTOR("attn_q_a_norm.weight",  "self_attn.q_a_layernorm",      q_a_norm,    Q_LORA,            HAS_Q_LORA),
     MATRIX("attn_q_b",              "self_attn.q_b_proj",           wq_b,        Q_LORA,  Q,        ONE,     HAS_Q_LORA),
@@ -1689,7 +1698,7 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_sinks.weight",     "self_attn.sinks",              sinks,       HEADS,             HAS_SINKS),
     MATRIX("attn_gate",             "self_attn.g_proj",             w_gate,      EMBD,    GATES,    ONE,     HAS_HEAD_GATE),
     MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
-    VECTOR("attn_output.bias",      "self_attn.o_proj.bias",        wo.bias,     SUM,               HAS_BIASES),
+    VECTOR("attn_output.bias",      "self_attn.o_proj.bias",        wo.bias,     SUM,               HAS_OUT_BIAS),
     {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_GDN, false},
     MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_GDN),
     MATRIX(NULL,                    NULL,                           wk,          EMBD,    KEY,      ONE,     HAS_GDN),
@@ -1876,7 +1885,14 @@ static inline bool rule_whole(const struct tensor_rule *rule) {
  * ============================================================================================================ */
 
 /* Values of expert_gating_func. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
-enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
+enum gating {
+    GATING_SOFTMAX = 1,
+    GATING_SIGMOID = 2,
+    GATING_CHOSEN = 3,
+    GATING_SQRT_SOFTPLUS = 4,
+    GATING_SPARSEMIXER = 5
+};
+#define SPARSEMIXER_JITTER 0.01f /* router_jitter_noise of Phi-3.5-MoE */
 
 enum key_kind { KEY_INT, KEY_NUM, KEY_BOOL, KEY_TEXT };
 
@@ -2107,8 +2123,9 @@ struct ngram {
 
 /* The norms of the residual. With the mean taken off an RMS norm is a LayerNorm (arXiv 1607.06450). */
 enum norm {
-    NORM_RMS, /* x / rms(x) * weight */
-    NORM_MEAN /* the same of x - mean(x); a file with the epsilon of an RMS norm has NORM_RMS */
+    NORM_RMS,  /* x / rms(x) * weight */
+    NORM_MEAN, /* the same of x - mean(x); a file with the epsilon of an RMS norm has NORM_RMS */
+    NORM_BIAS  /* the same, then biases are added; after the weights of a norm, n of them, stand n biases */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -2124,7 +2141,7 @@ struct model {
     int n_mtp;    /* MTP layers, which stand after them */
     int n_unused; /* MTP layers of the file that do not run */
     int n_embd, n_vocab, n_ctx_train;
-    int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
+    int n_ids;      /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;  /* of all norms */
     enum norm norm; /* of the residual: what attention, feed-forward and head read */
     int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
@@ -2153,7 +2170,7 @@ struct model {
     bool pruned;                /* the file says that experts were removed */
     int n_expert_original;      /* before pruning, 0 if not recorded */
     struct weight embd, output; /* (n_vocab, n_embd) */
-    const float *output_norm;   /* (n_embd); NULL: hc_head makes a row that needs none */
+    const float *output_norm;   /* (n_embd), with biases (2, n_embd); NULL: hc_head makes a row that needs none */
     struct layer *layers;       /* (model_blocks): those of the forward, then the MTP layers */
     uint64_t file_bytes;        /* of all split files; 0 for synthetic weights */
     bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
@@ -2176,6 +2193,7 @@ struct family {
     bool norm_topk_prob;  /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool dense;           /* a model may have no experts */
     enum norm norm;       /* of the residual */
+    bool head_bias;       /* logits have biases */
     bool softmax_bias;    /* routing biases are used without a sigmoid, too */
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
@@ -2226,7 +2244,10 @@ static inline const struct ngram *layer_ngram(const struct model *m, const struc
     return &m->ngram[l->ngrams - 1];
 }
 
-/* Whether files have the norm ffn_norm of a layer, by this name. */
+/* Whether files have the norms attn_norm and ffn_norm of a layer, by these names. */
+static inline bool layer_attn_norm(const struct model *m, const struct layer *l) {
+    return l->mixer != MIXER_NONE && l->mixer != MIXER_REL && !m->hc_low;
+}
 static inline bool layer_ffn_norm(const struct model *m, const struct layer *l) {
     return !l->post_norm && !l->out_norm && !l->parallel && !l->no_ffn && l->mixer != MIXER_NONE && !m->hc_low;
 }
@@ -3886,6 +3907,8 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
+    if (m->norm == NORM_BIAS) return "norms with biases";
+    if (m->gating == GATING_SPARSEMIXER) return "routers by sparsemixer";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -4202,8 +4225,8 @@ struct loader {
     bool recurrent[MAX_LAYERS];
     int n_ff[MAX_LAYERS]; /* feed_forward_length where layers may lack a feed-forward: 0, they do */
     int n_latent;
-    float gate_cap, up_cap; /* of feed-forwards, see struct glu */
-    int gate_low;           /* rank of message gates */
+    float gate_cap, up_cap;  /* of feed-forwards, see struct glu */
+    int gate_low;            /* rank of message gates */
     int rotates[MAX_LAYERS]; /* attention.rope_pattern; 0: the layer's rotation is plain_rope */
     int plain_rope;
     int window[MAX_LAYERS];
@@ -4531,16 +4554,24 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
     *v = loader_vector(l, name, in, out, true);
 }
 
-/* Divides the frequencies (dim / 2) by the file's factors (rope_freqs.weight; llama 3 has them), if it has some. */
-static void loader_rope_factors(struct loader *l, float *freq, int dim) {
-    const struct gguf_tensor *t = gguf_find_tensor(l->g, "rope_freqs.weight");
+/* Divides the frequencies (dim / 2) by the file's factors, if it has some: rope_freqs.weight (llama 3 has them), or
+ * those of LongRoPE (arXiv 2402.13753), of which the long ones belong to contexts longer than the original one. As in
+ * vLLM the trained context decides, not a prompt: cached keys stay as they are. */
+static void loader_rope_factors(struct loader *l, float *freq, int dim, int original) {
+    static const char *const all[] = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"};
+    const bool longer = l->m->n_ctx_train > original;
+    const char *name = gguf_find_tensor(l->g, all[1]) ? all[longer ? 1 : 2] : all[0];
+    const struct gguf_tensor *t = gguf_find_tensor(l->g, name);
+    for (int i = 1; i < 3; i++) { /* the others are known */
+        const struct gguf_tensor *known = gguf_find_tensor(l->g, all[i]);
+        if (known) l->used[known - l->g->tensors] = true;
+    }
     if (!t) return;
     if (t->ne[0] < (uint64_t)dim / 2 || t->ne[0] > 4096) {
-        loader_fail(l, "tensor 'rope_freqs.weight' has %llu values, expected %d", (unsigned long long)t->ne[0],
-                    dim / 2);
+        loader_fail(l, "tensor '%s' has %llu values, expected %d", name, (unsigned long long)t->ne[0], dim / 2);
         return;
     }
-    const float *factor = loader_vector(l, "rope_freqs.weight", (int)t->ne[0], 1, false);
+    const float *factor = loader_vector(l, name, (int)t->ne[0], 1, false);
     for (int i = 0; factor && i < dim / 2 && !l->g->header_only; i++) freq[i] /= factor[i];
 }
 
@@ -4604,7 +4635,7 @@ static void loader_rope(struct loader *l, const char *base_key, bool scaled, int
         double ramp = yarn ? fmin(fmax((i - lo) / (hi - lo), 0.0), 1.0) : 1.0;
         freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
     }
-    if (l->rope_factors && scaled) loader_rope_factors(l, freq, d);
+    if (l->rope_factors && scaled) loader_rope_factors(l, freq, d, original);
     for (int i = 0; i < d / 2; i++)
         if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
     rope.freq = freq;
@@ -4839,8 +4870,8 @@ static struct input layer_input(struct program *p, const struct model *m, int il
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, SmallThinker, Llama 4, gpt-oss,
- * MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
+ * Qwen3-MoE, GLM-4, dots.llm1, Hunyuan-A13B, Ling 2, EXAONE, Trinity, Command A+, DBRX, Phi-3.5-MoE, SmallThinker, Llama 4,
+ * gpt-oss, MiniMax, OLMoE, Llama, Granite, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna, MiMo-V2 and Gemma 4.
  * ============================================================================================================ */
 
 /* Qwen3-MoE and the text part of Qwen3-VL, whose three positions of a token are the same in text: rope.dimension_sections
@@ -5045,10 +5076,22 @@ static void layer_cohere2moe(struct loader *l, struct layer *layer, int il) {
     if (dense > il) layer->attn.rope = l->attn_window.rope;
 }
 
+/* Reads the metadata of Phi-3.5-MoE. llama.cpp norms by RMS and routes by softmax; its files are the same. */
+static void read_phimoe(struct loader *l) {
+    l->rope_factors = true;
+    read_gqa(l);
+}
+
 /* Reads the metadata of DBRX. */
 static void read_dbrx(struct loader *l) {
     read_gqa(l);
     l->attn.clip = loader_num(l, "attention.clamp_kqv");
+}
+
+/* A layer of Phi-3.5-MoE. */
+static void layer_phimoe(struct loader *l, struct layer *layer, int il) {
+    layer_attn(l, layer, il);
+    layer->out_bias = true;
 }
 
 /* A layer of DBRX. */
@@ -6398,6 +6441,8 @@ static const struct family families[] = {
      .read = read_dbrx,     .layer = layer_dbrx},
     {.arch = "smallthinker", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .routes_input = true,
      .read = read_smallthinker, .layer = layer_smallthinker},
+    {.arch = "phimoe",    .gating = GATING_SPARSEMIXER, .norm_topk_prob = false, .norm = NORM_BIAS, .head_bias = true,
+     .read = read_phimoe,   .layer = layer_phimoe},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mellum",    .gating = GATING_SOFTMAX, .norm_topk_prob = true,
@@ -6550,6 +6595,20 @@ static struct weight weight_view(const struct weight *all, int from, int n) {
     return w;
 }
 
+/* The weights of a norm of n values, NAME.weight, and after them its biases, NAME.bias. */
+static const float *loader_norm(struct loader *l, const char *name, int n) {
+    char full[128];
+    snprintf(full, sizeof full, "%s.weight", name);
+    const float *w = loader_vector(l, full, n, 1, false), *b;
+    if (l->m->norm != NORM_BIAS) return w;
+    snprintf(full, sizeof full, "%s.bias", name);
+    b = loader_vector(l, full, n, 1, false);
+    float *both = l->failed ? NULL : loader_own(l, 2 * (size_t)n * sizeof *both);
+    if (both) memcpy(both, w, (size_t)n * sizeof *both);
+    if (both) memcpy(both + n, b, (size_t)n * sizeof *both);
+    return both;
+}
+
 /* Joins the taps of the three convolutions of Kimi delta attention, whose files have them apart. */
 static void loader_taps(struct loader *l, struct layer *layer, int il) {
     const int n_conv = layer->delta.n_conv,
@@ -6645,6 +6704,12 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
     if (both.data) {
         layer->gate = weight_view(&both, 0, n_ff);
         layer->up = weight_view(&both, n_ff, n_ff);
+    }
+    if (layer->has & HAS_NORM_BIASES) {
+        snprintf(name, sizeof name, "blk.%d.attn_norm", il);
+        layer->attn_norm = loader_norm(l, name, n_embd);
+        snprintf(name, sizeof name, "blk.%d.ffn_norm", il);
+        layer->ffn_norm = loader_norm(l, name, n_embd);
     }
     if (layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
     if (layer->delta.n_decay > 1) loader_taps(l, layer, il);
@@ -6998,8 +7063,10 @@ static int model_tensors(struct model *m, char *err) {
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
-    const char *last = m->family && m->family->last_norm ? m->family->last_norm : "output_norm.weight";
-    if (!m->hc_low) m->output_norm = loader_vector(&l, last, m->n_embd, 1, false);
+    if (m->family && m->family->head_bias) m->output.bias = loader_vector(&l, "output.bias", m->n_vocab, 1, false);
+    if (!m->hc_low && m->family && m->family->last_norm)
+        m->output_norm = loader_vector(&l, m->family->last_norm, m->n_embd, 1, false);
+    else if (!m->hc_low) m->output_norm = loader_norm(&l, "output_norm", m->n_embd);
     if (l.logit_scale > 0) loader_divide(&l, &m->output_norm, m->n_embd, l.logit_scale);
     if (m->n_hc && family_reads_last(m->family)) loader_hc(&l);
     if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
@@ -7409,6 +7476,7 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
         shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
     model_max_dims(out);
     weight_rows(&out->output, rows);
+    if (out->output.bias) out->output.bias += rows.first;
     out->first_id = rows.first;
     if (shard.stage) memset(&out->embd, 0, sizeof out->embd);
     if (shard.stage < shard.n_stage - 1) memset(&out->output, 0, sizeof out->output);
@@ -7650,6 +7718,11 @@ static const struct synth synths[] = {
      "attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 expert_count=128 "
      "expert_used_count=8 expert_feed_forward_length=768 expert_weights_norm=true vocab_size=262144 logit_scale=0.25 "
      "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=50000"},
+    {"phi-3.5-moe", "phimoe", .keys =
+     "context_length=131072 embedding_length=4096 block_count=32 attention.head_count=32 attention.head_count_kv=8 "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.scaling.attn_factor=1.243163 "
+     "rope.scaling.original_context_length=4096 expert_count=16 expert_used_count=2 expert_feed_forward_length=6400 "
+     "vocab_size=32064 rope.freq_base=10000", .qkv_bias = true},
     {"dbrx-132b", "dbrx", .keys =
      "context_length=32768 embedding_length=6144 block_count=40 attention.head_count=48 attention.head_count_kv=8 "
      "attention.layer_norm_epsilon=1e-5 attention.clamp_kqv=8 expert_count=16 expert_used_count=4 "
@@ -8392,7 +8465,9 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
     if (!m.hc_low)
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, m.family->last_norm ? m.family->last_norm : "output_norm.weight", 0);
+    if (m.norm == NORM_BIAS) synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.bias", 0);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
+    if (m.family->head_bias) synth_add(&list, GGUF_F32, s.n_vocab, 1, 1, "output.bias", 0);
     if (m.n_res) {
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_res.weight", 0);
@@ -11573,7 +11648,8 @@ static void layer_norm(const struct kernels *k, const float *x, const float *w, 
 
 /* y = the norm of a row of the residual, see enum norm. */
 static void norm_row(const struct rank *r, const float *x, const float *w, float *y, int n) {
-    if (r->m->norm == NORM_MEAN) layer_norm(r->cpu->k, x, w, NULL, r->m->rms_eps, y, n);
+    const enum norm norm = r->m->norm;
+    if (norm != NORM_RMS) layer_norm(r->cpu->k, x, w, norm == NORM_BIAS ? w + n : NULL, r->m->rms_eps, y, n);
     else r->cpu->k->rmsnorm(x, w, r->m->rms_eps, y, n);
 }
 
@@ -14772,6 +14848,18 @@ static int home_of_store(struct home *h, const struct store *s, char *err) {
  * sums each element of the result in the order of the jobs, so that the sum does not depend on the number of threads.
  * ============================================================================================================ */
 
+/* The weight of an expert with the logit `best`, the largest of those that are left (arXiv 2409.12136, in inference):
+ * its share of the softmax over these, without the ones that are further below it than 2 SPARSEMIXER_JITTER of the
+ * larger magnitude. pick (n): NaN where an expert is not left. */
+static float sparsemixer_weight(const float *logits, const float *pick, int n, float best) {
+    float sum = 0;
+    for (int e = 0; e < n; e++) {
+        const bool far = (best - logits[e]) / fmaxf(fabsf(logits[e]), best) > 2 * SPARSEMIXER_JITTER;
+        if (!isnan(pick[e]) && !far) sum += expf(logits[e] - best);
+    }
+    return 1 / sum;
+}
+
 /* Chooses the experts of a token: their ids and weights. logits (n) are overwritten. In DeepSeek-V3 (arXiv 2412.19437,
  * section 2.1.2) the bias and the groups decide which experts are chosen, but not their weights. Groups of a softmax are
  * those of DeepSeek-V2 (arXiv 2405.04434, section 2.2.2): their best expert counts. Ties go to the lower id, as
@@ -14817,6 +14905,7 @@ static void route_token(const struct model *m, const struct layer *layer, const 
         if (best < 0) best = i; /* only NaN are left: keep the ids in range */
         ids[i] = best;
         weights[i] = m->gating == GATING_CHOSEN ? expf(logits[best] - logits[ids[0]]) : logits[best];
+        if (m->gating == GATING_SPARSEMIXER) weights[i] = sparsemixer_weight(logits, pick, n, logits[best]);
         sum += weights[i];
         pick[best] = NAN;
     }
@@ -24734,7 +24823,7 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
                                     "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite, ling-flash-2,\n"
                                     "granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
-                                    "k-exaone-236b-a23b, trinity-mini, north-mini-code, dbrx-132b,\n"
+                                    "k-exaone-236b-a23b, trinity-mini, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
                                     "qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
                                     "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
                                     "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
@@ -33101,7 +33190,8 @@ static void info_experts(const struct model *m) {
     static const char *const routers[] = {[GATING_SOFTMAX] = "softmax",
                                           [GATING_SIGMOID] = "sigmoid",
                                           [GATING_CHOSEN] = "top-k softmax",
-                                          [GATING_SQRT_SOFTPLUS] = "square root of softplus"};
+                                          [GATING_SQRT_SOFTPLUS] = "square root of softplus",
+                                          [GATING_SPARSEMIXER] = "sparsemixer"};
     int by_id = 0; /* these layers come first */
     if (!m->n_expert_max) {
         printf("feed-forward  dense, width %d\n", m->max.n_ff_dense);

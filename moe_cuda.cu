@@ -1055,9 +1055,8 @@ DEVICE void norm_center(float4 (&v)[VECS], int n) {
     float sum = 0;
     UNROLL for (int u = 0; u < VECS; u++) sum += (v[u].x + v[u].y) + (v[u].z + v[u].w);
     const float mean = block_sum<NORM_THREADS>(sum) / (float)n;
-    UNROLL for (int u = 0; u < VECS; u++)
-        if (4 * ((int)threadIdx.x + NORM_THREADS * u) < n)
-            v[u] = make_float4(v[u].x - mean, v[u].y - mean, v[u].z - mean, v[u].w - mean);
+    UNROLL for (int u = 0; u < VECS; u++) if (4 * ((int)threadIdx.x + NORM_THREADS * u) < n) v[u] =
+        make_float4(v[u].x - mean, v[u].y - mean, v[u].z - mean, v[u].w - mean);
     __syncthreads(); /* the sum is read; the next block_sum overwrites it */
 }
 DEVICE float4 norm_value(float4 v, float f, float4 w) {
@@ -9402,7 +9401,7 @@ static void all_reduce(struct rank *r, struct norm_args a, bool may_nccl) {
 
 /* Adds the partial sums of all ranks to x, which gives `sum`, and norms that. A single rank adds its own. */
 static void all_reduce_add_norm(struct rank *r, enum act x, enum act partial, const float *w, enum act out,
-                                   float *sum) {
+                                float *sum) {
     struct cuda *c = r->cuda;
     struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[partial], w, out);
     a.sum = sum;

@@ -918,30 +918,30 @@ static struct checkpoint {
     const char *mtp_why; /* why they are left out; NULL: they are not */
     bool dspark;         /* tensors below `mtp` are a DSpark module, which is left out */
 
-    const char *kinds;               /* what each layer is: M for Mamba-2, * for attention, E for experts, - for a dense
+    const char *kinds;              /* what each layer is: M for Mamba-2, * for attention, E for experts, - for a dense
                                       * FFN; NULL: each has what mixes tokens and an FFN */
-    enum mixer mixer;                /* of the layers with attention */
-    bool (*is_windowed)(int layer);  /* the block has a window; NULL: none has */
-    bool alternate;                  /* every other layer has one where config.json does not say */
-    int n_typed;                     /* blocks whose kind config.json tells; 0: all */
-    size_t window;                   /* keys that a token sees in a window; 0: no layer has one */
-    bool tell_window;                /* GGUF files say how many, even 0 */
-    bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
-    bool indexed;                    /* layer_types may call layers of attention indexed_attention */
-    bool (*lacks_kv)(int layer);     /* the block has a recurrent mixer or a gated convolution, and no KV head; NULL: all
+    enum mixer mixer;               /* of the layers with attention */
+    bool (*is_windowed)(int layer); /* the block has a window; NULL: none has */
+    bool alternate;                 /* every other layer has one where config.json does not say */
+    int n_typed;                    /* blocks whose kind config.json tells; 0: all */
+    size_t window;                  /* keys that a token sees in a window; 0: no layer has one */
+    bool tell_window;               /* GGUF files say how many, even 0 */
+    bool (*has_indexer)(int layer); /* the block has an indexer; NULL: the engine knows */
+    bool indexed;                   /* layer_types may call layers of attention indexed_attention */
+    bool (*lacks_kv)(int layer);    /* the block has a recurrent mixer or a gated convolution, and no KV head; NULL: all
                                       * have some */
-    bool no_rope;                    /* latent attention has no rotated values */
-    bool unrotated;                  /* nor has attention of Granite 4, whose GGUF files say so */
-    int full_head;                   /* values of a head in layers without a window; 0: as many as in the others */
-    int n_head, n_head_kv;           /* heads of queries, of keys and values */
-    int window_heads[2];             /* the same in layers with a window; 0: as many */
-    const char *kv_key;              /* n_head_kv; without kv_optional it must be there */
-    bool kv_optional;                /* n_head_kv may be missing: it is n_head */
-    const char *v_head_key;          /* values of a head's value; NULL: as many as of its key */
-    const char *heads_key;           /* lists the heads of the layers; NULL: there is no list */
-    bool list_heads, list_kv;        /* GGUF files list n_head of every block, n_head_kv */
-    bool head_norm;                  /* heads of queries and keys have norms, which the engine does not know */
-    bool head_gate;                  /* heads have gates */
+    bool no_rope;                   /* latent attention has no rotated values */
+    bool unrotated;                 /* nor has attention of Granite 4, whose GGUF files say so */
+    int full_head;                  /* values of a head in layers without a window; 0: as many as in the others */
+    int n_head, n_head_kv;          /* heads of queries, of keys and values */
+    int window_heads[2];            /* the same in layers with a window; 0: as many */
+    const char *kv_key;             /* n_head_kv; without kv_optional it must be there */
+    bool kv_optional;               /* n_head_kv may be missing: it is n_head */
+    const char *v_head_key;         /* values of a head's value; NULL: as many as of its key */
+    const char *heads_key;          /* lists the heads of the layers; NULL: there is no list */
+    bool list_heads, list_kv;       /* GGUF files list n_head of every block, n_head_kv */
+    bool head_norm;                 /* heads of queries and keys have norms, which the engine does not know */
+    bool head_gate;                 /* heads have gates */
     bool (*gates_values)(int layer); /* the block has a gate for every value; NULL: for every head */
     bool sinks, window_sinks;        /* heads have sinks in layers without a window, in those with one */
     bool qkv_bias;                   /* queries, keys and values have biases */
@@ -961,19 +961,19 @@ static struct checkpoint {
     bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
     bool by_columns;                         /* fused experts are (E, cols, rows), columns of gate before those of up */
     bool flat_experts; /* stacks of experts are matrices, (E width, n_embd) of gate, of up and of down transposed */
-    bool ungated;                            /* feed-forwards have no gate */
-    const char *expert_gain;                 /* factors of the experts' results, in the table's words; NULL: none */
-    bool own_values;                         /* layers without a window have a matrix of values */
-    int n_shared;                            /* shared experts of a layer */
-    const char *shared_key, *shared_count;   /* their width is the first, times the second; NULL: once */
-    bool shared_width;                       /* GGUF files say how wide they are */
-    bool shared_gate;                        /* they have a gate */
-    const char *router_bias;                 /* GGUF name of the bias for the choice of experts; NULL: none */
-    enum gating gating;                      /* the router's function */
-    const char *norm_key;                    /* weights are divided by their sum; "": config.json does not say */
-    bool norm_topk_prob;                     /* the same where it does not */
-    const char *scaling_factor;              /* the key of the factor of the experts' results; NULL: there is none */
-    bool scaling_optional;                   /* that key may be missing */
+    bool ungated;      /* feed-forwards have no gate */
+    const char *expert_gain;               /* factors of the experts' results, in the table's words; NULL: none */
+    bool own_values;                       /* layers without a window have a matrix of values */
+    int n_shared;                          /* shared experts of a layer */
+    const char *shared_key, *shared_count; /* their width is the first, times the second; NULL: once */
+    bool shared_width;                     /* GGUF files say how wide they are */
+    bool shared_gate;                      /* they have a gate */
+    const char *router_bias;               /* GGUF name of the bias for the choice of experts; NULL: none */
+    enum gating gating;                    /* the router's function */
+    const char *norm_key;                  /* weights are divided by their sum; "": config.json does not say */
+    bool norm_topk_prob;                   /* the same where it does not */
+    const char *scaling_factor;            /* the key of the factor of the experts' results; NULL: there is none */
+    bool scaling_optional;                 /* that key may be missing */
 
     const char *eps_key;       /* what norms add to the mean square */
     bool centers;              /* norms take off the mean */
@@ -986,6 +986,7 @@ static struct checkpoint {
                                 * have none */
     bool stretched;            /* the base may be stretched by a factor alpha */
     bool proportional;         /* of all pairs of a head those after a share are not rotated, by rope_freqs.weight */
+    bool longrope;             /* frequencies may have factors for short contexts and for long ones (LongRoPE) */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
     bool tempered;             /* queries grow with their position */
@@ -2171,6 +2172,23 @@ static size_t rotated(struct doc r, bool windowed) {
     return (size_t)n;
 }
 
+/* Whether frequencies have factors for short contexts and for long ones. */
+static bool is_longrope(struct doc r) { return src.longrope && one_of(rope_type(r), "longrope su"); }
+
+/* Returns one of the lists of factors, stb_ds. */
+static float *longrope_factors(struct doc r, const char *key) {
+    json_t *list = get_list(r, key);
+    const size_t n = rotated(r, false) / 2;
+    float *factors = NULL;
+    expect(r, key, json_array_size(list) == n, fmt("%zu numbers", n));
+    for (size_t i = 0; i < n; i++) {
+        const double v = json_number_value(json_array_get(list, i));
+        expect(r, key, v >= 1e-6 && v <= 1e6, "numbers from 1e-06 to 1e+06");
+        arrput(factors, (float)v);
+    }
+    return factors;
+}
+
 /* Writes rope_freqs.weight, numbers that the frequencies are divided by in layers without a window: those of Llama 3, or
  * 1 for the pairs that are rotated and 1e30 for the others. transformers has the formulas in modeling_rope_utils.py. */
 static void plan_rope_factors(void) {
@@ -2180,6 +2198,11 @@ static void plan_rope_factors(void) {
         const size_t turned = rotated(r, false) / 2;
         for (size_t i = 0; i < head_k() / 2; i++) arrput(factors, i < turned ? 1.0f : 1e30f);
         plan_values("rope_freqs.weight", factors);
+        return;
+    }
+    if (is_longrope(r)) {
+        plan_values("rope_factors_long.weight", longrope_factors(r, "long_factor"));
+        plan_values("rope_factors_short.weight", longrope_factors(r, "short_factor"));
         return;
     }
     if (!src.llama3 || strcmp(rope_type(r), "llama3")) return;
@@ -2298,6 +2321,10 @@ static void plan_model(void) {
     const bool own = !src.tied || has_linear(hf_name(-1, "model.embed_tokens"));
     plan_linear("token_embd", resolve_folded(hf_name(-1, own ? "model.embed_tokens" : "lm_head")), DIM_VOCAB, DIM_EMBD,
                 SINGLE);
+    if (made.model.norm == NORM_BIAS)
+        plan_vector("output_norm.bias", hf_name(-1, "model.norm.bias"), DIM_EMBD, DIM_ONE, VALUES);
+    if (made.model.family->head_bias)
+        plan_vector("output.bias", hf_name(-1, "lm_head.bias"), DIM_VOCAB, DIM_ONE, VALUES);
     if (src.normed_head) plan_normed_head();
     else if (!made.model.hc_low)
         plan_vector(made.model.family->last_norm ? made.model.family->last_norm : "output_norm.weight",
@@ -3357,6 +3384,18 @@ static void put_cohere2(void) {
     kv_num(src.cfg, "logit_scale", scale, "logit_scale");
 }
 
+/* Reads the keys of Phi-3.5-MoE. */
+static void config_phimoe(void) {
+    struct doc c = src.cfg;
+    const int64_t window = get_limit(c, "sliding_window", MAX_TRAINED, MAX_TRAINED);
+    expect(c, "attention_bias", get_bool(c, "attention_bias", false), "true");
+    expect(c, "lm_head_bias", get_bool(c, "lm_head_bias", false), "true");
+    expect(c, "num_experts_per_tok", src.top_k == 2, "2");
+    expect(c, "router_jitter_noise", fabs(get_num(c, "router_jitter_noise", 0.01) - 0.01) < 1e-9, "0.01");
+    expect(c, "sliding_window", window >= get_limit(c, "max_position_embeddings", MAX_TRAINED, MAX_TRAINED),
+           "none or the whole context");
+}
+
 /* Reads the keys of DBRX. */
 static void config_dbrx(void) {
     struct doc c = src.cfg, ffn = get_obj(c, "ffn_config"), act = get_obj(ffn, "ffn_act_fn");
@@ -4276,6 +4315,10 @@ static const struct release {
              .dense_key = "intermediate_size_mlp", .shared_key = "intermediate_size", .n_shared = 1,
              .by_columns = true, .norm_key = "", .kv_optional = true, .llama3 = true, .rope_theta = 5e5, .eps = 1e-5,
              .put = put_llama4}},
+    {.type = "phimoe", .config = config_phimoe,
+     .src = {.arch = "phimoe", .renaming = minimax_names, .is_dense = is_dense_never, .experts_key = "num_local_experts",
+             .width_key = "intermediate_size", .kv_optional = true, .qkv_bias = true, .norm_key = "",
+             .norm_topk_prob = false, .longrope = true, .rope_theta = 1e6, .eps = 1e-5}},
     {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
@@ -5613,6 +5656,7 @@ static void note_rope(void) {
                         : src.sections  ? " mrope_section mrope_interleaved"
                         : src.tempered  ? " llama_4_scaling_beta max_position_embeddings"
                         : src.stretched ? " alpha"
+                        : src.longrope  ? " short_factor long_factor short_mscale long_mscale"
                                         : ""));
     if (r.in && !strcmp(r.in, "rope_scaling") && get(c, "rope_parameters"))
         err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
@@ -5692,6 +5736,13 @@ static void put_rope(void) {
     if (src.window_rope && src.window && !one_of(type, "default none") && get(src.cfg, "yarn_only_types"))
         expect(src.cfg, "yarn_only_types", !strcmp(json_show(get(src.cfg, "yarn_only_types")), only), only);
     if (one_of(type, "default none") || llama3) return;
+    if (is_longrope(r)) {
+        const double mscale = get_num(r, "long_mscale", NAN);
+        expect(r, "short_mscale", get_num(r, "short_mscale", NAN) == mscale, fmt("%g as long_mscale", mscale));
+        kv_num(r, "long_mscale", mscale, "rope.scaling.attn_factor");
+        kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
+        return;
+    }
     if (src.proportional) {
         check_fixed(r, "factor 1");
         return;
@@ -5838,7 +5889,7 @@ static void put_architecture(void) {
            src.centers ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon");
     put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
     if (src.experts_key) {
-        kv_u32("expert_gating_func", src.gating);
+        if (src.gating <= GATING_SQRT_SOFTPLUS) kv_u32("expert_gating_func", src.gating);
         gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, src.norm_key, src.norm_topk_prob));
     }
     put_kv_heads();
@@ -6890,8 +6941,8 @@ static const struct manual manual = {
              "glm4_moe_lite, solar_open, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
              "granitemoe_swa, granite_swa, granitemoehybrid, exaone_moe, afmoe,\n"
-             "cohere2_moe, dbrx, lfm2_moe, smallthinker, llama4, llama4_text, gpt_oss,\n"
-             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "cohere2_moe, dbrx, phimoe, lfm2_moe, smallthinker, llama4, llama4_text,\n"
+             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
              "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
              "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
              "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"

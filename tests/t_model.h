@@ -449,6 +449,8 @@ static void test_fixtures_means(void) {
     check_fixture("cohere2_moe_nvfp4", NULL);
     check_fixture("dbrx", NULL);
     check_fixture("dbrx_nvfp4", NULL);
+    check_fixture("phimoe", NULL);
+    check_fixture("phimoe_nvfp4", NULL);
 }
 
 static void test_fixtures_hunyuan(void) {

@@ -264,6 +264,7 @@ static void test_parallel_kernels(void) {
                                         "granitemoehybrid",
                                         "cohere2_moe",
                                         "dbrx",
+                                        "phimoe",
                                         "lfm2_moe",
                                         "smallthinker",
                                         "llama4"};

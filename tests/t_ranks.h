@@ -33,7 +33,8 @@ static const char *const rank_fixtures[] = {
     "solar_open", "solar_open_nvfp4",
     "granitemoe_swa", "granitemoe_swa_nvfp4",
     "cohere2_moe",   "cohere2_moe_nvfp4",   "dbrx",              "dbrx_nvfp4",
-        "lfm2_moe",      "lfm2_moe_nvfp4",      "smallthinker",      "smallthinker_nvfp4",
+    "phimoe",        "phimoe_nvfp4",
+    "lfm2_moe",      "lfm2_moe_nvfp4",      "smallthinker",      "smallthinker_nvfp4",
     "llama4",        "llama4_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };

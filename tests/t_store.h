@@ -84,6 +84,7 @@ static void test_store_bits(void) {
                                         "lfm2_moe",
                                         "smallthinker_nvfp4",
                                         "llama4_nvfp4",
+                                        "phimoe",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "nemotron_h",

@@ -163,6 +163,9 @@ def rope_tables(config, n, dim):
             amplitude = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
         else:
             amplitude = mscale(1)
+    if "long_factor" in rope:  # of the release's length
+        longer = rope["original_max_position_embeddings"] < config.get("max_position_embeddings", n)
+        inv, amplitude = inv / rope["long_factor" if longer else "short_factor"], rope["long_mscale"]
     if rope.get("rope_type") == "llama3":
         turns = rope["original_max_position_embeddings"] * inv / (2 * math.pi)  # in the original context
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -481,7 +484,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "cohere2_moe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "cohere2_moe", "phimoe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
                     "solar_open"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
@@ -537,6 +540,8 @@ def rules(config, layer):
         r |= dict(turned=head if windowed or dense else 0, rope={**rope, **config.get("rope_parameters", {})}, pairs=True,
                   score="sigmoid" if config["expert_selection_fn"] == "sigmoid" else "chosen", sparse=not dense,
                   shared="mlp.shared_experts.", share=0.5, parallel=True)
+    if kind == "phimoe":
+        r |= dict(at="block_sparse_moe.", names=("w1", "w3", "w2"), score="mixer", renorm=False)
     if kind.startswith("granitemoe"):
         r |= dict(rope={**rope, **config.get("rope_parameters", {})}, at="block_sparse_moe.", router="router.layer",
                   score="chosen", names="linear", scaling=config["attention_multiplier"],
@@ -639,7 +644,7 @@ def attention(W, config, r, x, p):
     v = v.reshape(n, k.shape[1], -1) * r["value_scale"]
     if r["norm"] == "head" and not r["norm_last"]:
         q, k = normed(q, k)
-    cos, sin, _ = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
+    cos, sin, _ = rope_tables({**config, "rope_parameters": r["rope"]}, n, 2 * half)
     cos, sin = cos[:, None], sin[:, None]
 
     def turn(t):
@@ -670,6 +675,8 @@ def gated(W, r, x, y, p):
 def choose(W, r, x, p):
     """The numbers of the chosen experts [n, k] and their weights."""
     logits = linear(W, x, p + r["router"])
+    if r["score"] == "mixer":
+        return sparsemixer(logits, r["k"])
     score = {"chosen": lambda t: t, "softmax": softmax, "sigmoid": sigmoid}[r["score"]](logits)
     choice = score + (W.get(p + r["bias"]).reshape(-1) if r["bias"] else 0)
     groups = choice.reshape(len(x), r["groups"][0], -1)
@@ -680,6 +687,20 @@ def choose(W, r, x, p):
     if r["score"] == "chosen":
         return best, softmax(weight)
     return best, weight / (weight.sum(-1, keepdims=True) if r["renorm"] else 1) * r["scale"]
+
+
+def sparsemixer(logits, k):
+    """As choose(): each of the best logits among those that are left, and its share of the softmax over these, without
+    those that are further away than a fiftieth."""
+    left, chosen, weight = logits.copy(), [], []
+    for _ in range(k):
+        best = left.max(-1, keepdims=True)
+        far = (best - logits) / np.maximum(np.abs(logits), best) > 0.02
+        share = softmax(np.where(far, -np.inf, left))
+        chosen.append(left.argmax(-1))
+        weight.append(share.max(-1))
+        np.put_along_axis(left, chosen[-1][:, None], -np.inf, -1)
+    return np.stack(chosen, -1), np.stack(weight, -1)
 
 
 def expert_parts(W, r, p, e):
@@ -1462,6 +1483,8 @@ def prefix(W):
 
 
 def norm(W, config, x, name):
+    if config["model_type"] == "phimoe":
+        return layer_norm(x, W.get(name), W.get(name.replace("weight", "bias")), config["rms_norm_eps"])
     if "layer_norm_eps" in config and not config["rms_norm_eps"]:
         return layer_norm(x, W.get(name), 0, config["layer_norm_eps"])
     eps = next(config[k] for k in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon") if k in config)
@@ -1829,7 +1852,8 @@ def check(folder):
         config["num_hidden_layers"] = config["n_layers"]
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
-    logits = hidden @ head(W, config).T / config.get("logits_scaling", 1) * config.get("logit_scale", 1)
+    bias = W.get("lm_head.bias") if W.has("lm_head.bias") else 0
+    logits = (hidden @ head(W, config).T + bias) / config.get("logits_scaling", 1) * config.get("logit_scale", 1)
     if config.get("final_logit_softcapping"):
         logits = np.tanh(logits / config["final_logit_softcapping"]) * config["final_logit_softcapping"]
     errors = [nmse(logits, folder / "logits.f32")]
@@ -1846,7 +1870,7 @@ def check(folder):
 
     (start, tail), = json.loads((folder / "greedy.json").read_text()).items()
     start = int(start.rpartition("_")[2])
-    seen = (trunk(W, config, np.concatenate([ids[:start], tail])) @ head(W, config).T)[start - 1:-1].argmax(-1)
+    seen = (trunk(W, config, np.concatenate([ids[:start], tail])) @ head(W, config).T + bias)[start - 1:-1].argmax(-1)
 
     ignored = ("model.visual.", "vision_model.", "vision_tower.", "vit_large_projector.", "multi_modal_projector.", "patch_merge_mlp.",
                "k_proj.k_scale", "v_proj.v_scale")

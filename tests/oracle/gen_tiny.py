@@ -440,6 +440,22 @@ def lfm2(kinds, **changes):
             "tie_word_embeddings": True, "use_expert_bias": True, "vocab_size": VOCAB, **changes}
 
 
+def phimoe(original, **changes):
+    """config.json of Phi-3.5-MoE.  original: positions of the context that its frequencies were made for."""
+    half = changes.get("hidden_size", 64) // changes.get("num_attention_heads", 4) // 2
+    rope = {"type": "longrope", "short_factor": [round(1 + 0.05 * i, 3) for i in range(half)],
+            "long_factor": [round(1.2 + 0.5 * i, 3) for i in range(half)], "short_mscale": 1.25, "long_mscale": 1.25,
+            "original_max_position_embeddings": original}
+    return {"architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": IM_END, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+            "input_jitter_noise": 0.01, "intermediate_size": 64, "lm_head_bias": True, "max_position_embeddings": 4096,
+            "model_type": "phimoe", "num_attention_heads": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+            "num_key_value_heads": 2, "num_local_experts": 8, "original_max_position_embeddings": original,
+            "output_router_logits": False, "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": rope,
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 4096,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -999,6 +1015,7 @@ V4 = [(r"\.input_layernorm", ".attn_norm"), (r"\.post_attention_layernorm", ".ff
       (r"experts\.(.*)up_proj", r"experts.\1w3"), (r"experts\.(.*)down_proj", r"experts.\1w2"), (r"^lm_head", "head")]
 # model_type -> what transformers calls otherwise than the hub (conversion_mapping.py): regular expressions, in turn
 HUB_NAMES = {
+    "phimoe": [(r"\.router\.", ".gate."), *W123],
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
     "exaone_moe": [(r"\.gate\.e_score_correction_bias", ".e_score_correction_bias")],
@@ -1391,6 +1408,13 @@ SPECS = {
                     rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}),
         declare="modelopt", positions=72,
         store=[(r"_proj\.weight$|\.w[123]\.weight$", "nvfp4")]),
+    "phimoe": dict(config=phimoe(16, hidden_size=128, num_attention_heads=2, num_local_experts=7),
+                   quiet=r"o_proj|v_proj\.bias"),
+    "phimoe_nvfp4": dict(
+        config=phimoe(4096, hidden_size=192, num_attention_heads=3, num_key_value_heads=1, num_local_experts=6,
+                      intermediate_size=128, sliding_window=None),
+        declare="modelopt_experts", store=[(r"\.block_sparse_moe\.experts\..*weight$", "nvfp4")],
+        quiet=r"[vo]_proj\.bias"),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         positions=128, mtp_prompt=True),
@@ -1611,7 +1635,7 @@ def draw(fixture, name, shape, tied, centred):
     x = rng.standard_normal(shape)
     if "hc_" in name and name.endswith(("scale", "base")):
         return (1 + 0.3 * x if name.endswith("scale") else 0.7 * x).astype(np.float32)
-    if name.endswith("indexer.k_norm.bias"):  # the same for all keys: more would hide what they differ in
+    if name.endswith(("norm.bias", "lm_head.bias")):  # the same for all tokens: more would hide what they differ in
         return (0.3 * x).astype(np.float32)
     if "attn_res." in name or "cross_pass" in name or ".rel_logits_proj." in name:
         return ((0.3 if "logits" in name else 0.5) * x).astype(np.float32)
@@ -1909,6 +1933,10 @@ def reference_config(config):
     if kind in ("bailing_moe_v2", "sarvam_moe"):  # the implementation of Sarvam
         config = {"partial_rotary_factor": 1.0, **config, "architectures": ["Glm4MoeForCausalLM"],
                   "n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    if kind == "phimoe":
+        rope = {k: v for k, v in config["rope_scaling"].items() if k != "type"}
+        config = {**config, "architectures": ["PhimoeForCausalLM"],
+                  "rope_parameters": {**rope, "rope_type": "longrope", "rope_theta": config["rope_theta"]}}
     if kind == "dbrx":  # transformers has the base elsewhere
         rope = {"rope_type": "default", "rope_theta": config["attn_config"]["rope_theta"]}
         config = {**config, "rope_parameters": rope}
@@ -2059,6 +2087,10 @@ def make_model(config):
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
+    if config["model_type"] == "phimoe":  # transformers always takes the short factors, the release's code by the length
+        rotary, longer = model.model.rotary_emb, config["rope_scaling"]["original_max_position_embeddings"] < GREEDY_FROM
+        init = rotary.rope_init_fn
+        rotary.rope_init_fn = lambda c: init(c, seq_len=config["max_position_embeddings"] if longer else None)
     return model
 
 
@@ -2619,7 +2651,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
-            "dbrx", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
+            "dbrx", "phimoe", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -2713,8 +2745,12 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     k = k[0] if isinstance(k, list) else k
     gap = torch.full((len(logits),), math.inf)
     if config["model_type"].startswith("granitemoe") or config["model_type"] in (
-            "gpt_oss", "gemma4_text", "cohere2_moe", "dbrx"):  # some give the softmax
+            "gpt_oss", "gemma4_text", "cohere2_moe", "dbrx", "phimoe"):  # some give the softmax
         score = logits
+        for i in range(k if config["model_type"] == "phimoe" else 0):  # no logit is at the distance that ends the sum
+            best = logits.sort(descending=True).values[:, i:i + 1]
+            far = (best - logits) / logits.abs().maximum(best) - 2 * config["router_jitter_noise"]
+            gap = gap.minimum(far.abs().amin(-1))
     elif bias is None:
         score = logits.softmax(-1)
         if use_groups and config.get("topk_method") == "group_limited_greedy":
