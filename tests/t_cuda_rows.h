@@ -13,7 +13,7 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
     const size_t count = TOKENS * (size_t)n, slots = pushed ? 2 * (size_t)ranks * ALLREDUCE_SLOT : 0;
     const size_t step = pushed ? (size_t)ALLREDUCE_SLOT : count; /* from a rank's partial to the next one's */
     const size_t first = slots / 2;                              /* of slots: the first sequence is odd */
-    const bool apart = blocks == 1; /* norms in F32 have weights of their own */
+    const bool apart = blocks == 1;                              /* norms in F32 have weights of their own */
     std::vector<float> x = random_floats((int)count, 1);
     const std::vector<float> w = random_floats(n, 1), w32 = apart ? random_floats(n, 1) : w;
     for (float &f : x) f += centers ? 3.0f : 0.0f;
