@@ -57,18 +57,18 @@
  *  Model
  *   Model: tensors of a file                         450  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        220  heads, windows, rotations
- *   Families: grouped-query attention                280  what each reads, its layers, its forward
+ *   Families: grouped-query attention                390  what each reads, its layers, its forward
  *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            240  the same
  *   Families: gated delta nets                       200  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
- *   Families: Mamba-2                                 50  the same of Nemotron-3
+ *   Families: Mamba-2                                 70  the same of Nemotron-3
  *   Families: short convolutions                      40  the same of LFM2
  *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: n-grams                                150  the same of Qwen3.8-Flash-Next
  *   Families: the forward                            280  the forward of all. START HERE
  *   Model: layers and files                          660  binds layers, checks leftovers, opens files
  *   Shards of a model                                300  what each rank holds
- *   Synthetic models: shapes                         340  --synth: shapes of real models
+ *   Synthetic models: shapes                         450  --synth: shapes of real models
  *   Synthetic models: keys                           370  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        260  its tensors, random numbers
  *
@@ -94,7 +94,7 @@
  *   CPU operations: kinds of attention               230  grouped-query and latent attention
  *   CPU operations: sparse attention                 230  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  290  attention of one KV head over a window and means of keys
- *   CPU operations: recurrent states                 220  gated delta nets and Mamba-2
+ *   CPU operations: recurrent states                 260  gated delta nets and Mamba-2
  *   CPU operations: blocks of layers                 250  the residual of Inkling 2, and its attention
  *   CPU operations: n-grams                          100  rows of a table of n-grams, and what they add
  *   Experts on disk: reading                         250  threads that read parts of the model's files
@@ -24823,14 +24823,14 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
                                     "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite, ling-flash-2,\n"
                                     "granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
-                                    "k-exaone-236b-a23b, trinity-mini, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
-                                    "qwen3-vl-30b-a3b, qwen3.5-35b-a3b,\n"
+                                    "k-exaone-236b-a23b, trinity-mini, qwen3-vl-30b-a3b, north-mini-code,\n"
+                                    "phi-3.5-moe, dbrx-132b, smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b,\n"
                                     "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
                                     "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
                                     "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
                                     "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
                                     "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
-                                    "glm-5.3-flash, inkling-2-mini, nemotron-3-nano-30b-a3b or\n"
+                                    "glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b, nemotron-3-nano-30b-a3b or\n"
                                     "nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"

@@ -4503,7 +4503,7 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float *k = p.k + (size_t)t * p.k_stride;
     const struct run &u = p.batch.run(t);
-    const size_t row = (size_t)run_rows_of(u, p.kp).at(run_base(u) + t);
+    const size_t row = (size_t)run_row(u, p.kp, run_base(u) + t);
     float ss = 0;
     for (int i = threadIdx.x; i < p.latent; i += THREADS) ss = fmaf(k[i], k[i], ss);
     const float f = rsqrtf(block_sum<THREADS>(ss) / (float)p.latent + p.eps);

@@ -844,16 +844,17 @@ extern "C" void cuda_test_gemv(void) {
     }
     for (auto &type : matrix_types) {
         const enum gguf_type shared = type.type == GGUF_NVFP4 ? GGUF_BF16 : type.type;
-        run_gemv_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
-        run_gemv_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
-        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
+        const int w = std::max(64, type_block(type.type)); /* widths are whole blocks */
+        run_gemv_ffn(type.type, shared, 1, 5, 2, 3 * w, w, 2 * w);
+        run_gemv_ffn(type.type, shared, 16, 9, 9, w, 3 * w, w);
+        run_gemv_ffn(type.type, shared, 9, 4, 0, 2 * w, w, 3 * w);
         for (int n : {1, 3, 16}) {
-            run_gemv_ffn(type.type, shared, n, 7, 4, 192, 192, 64, true, {glu_oai, 0.75}, {glu_silu_clamp, 0.5});
-            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {glu_silu_clamp, 0.75}, {});
-            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {NULL, 0, true}, {});
-            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {}, {NULL, 0, true});
+            run_gemv_ffn(type.type, shared, n, 7, 4, 3 * w, 3 * w, w, true, {glu_oai, 0.75}, {glu_silu_clamp, 0.5});
+            run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {glu_silu_clamp, 0.75}, {});
+            run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {NULL, 0, true}, {});
+            run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {}, {NULL, 0, true});
         }
-        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192, true, {glu_oai, 7}, {});
+        run_gemv_ffn(type.type, shared, 9, 4, 0, 2 * w, w, 3 * w, true, {glu_oai, 7}, {});
     }
     run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 3, 4, 3, 2880, 64, 64, true, {glu_oai, 7},
                  {}); /* of gpt-oss: rows of 45 tiles, */
