@@ -10088,11 +10088,13 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
                 VSTORE(isa##_vu, y + j * ldy) = q[j];                                                                  \
                 continue;                                                                                              \
             }                                                                                                          \
-            UNROLL for (int h = 0; h < 4 && type == GGUF_FP8; h++) {                                                   \
-                const isa##_vu code = q[j] >> (8 * h), bits = (code & 0x7f) << 20 | (code & 0x80) << 24;               \
-                VSTORE(isa##_vf, y + (4 * j + h) * ldy) = (isa##_vf)bits * 0x1p120f * VLOAD(isa##_vf, scale);          \
+            if (type == GGUF_FP8) {                                                                                    \
+                UNROLL for (int h = 0; h < 4; h++) {                                                                   \
+                    const isa##_vu code = q[j] >> (8 * h), bits = (code & 0x7f) << 20 | (code & 0x80) << 24;           \
+                    VSTORE(isa##_vf, y + (4 * j + h) * ldy) = (isa##_vf)bits * 0x1p120f * VLOAD(isa##_vf, scale);      \
+                }                                                                                                      \
+                continue;                                                                                              \
             }                                                                                                          \
-            if (type == GGUF_FP8) continue;                                                                            \
             v[0] = q[j] << 16, v[1] = q[j] & 0xffff0000;                                                               \
             UNROLL for (int h = 0; h < 2; h++) {                                                                       \
                 switch (type) {                                                                                        \

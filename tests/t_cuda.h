@@ -2776,6 +2776,21 @@ static void test_cuda_nan(void) {
     }
 }
 
+/* A session of timelines; false after a failed check. */
+static bool timelines_session(struct session *s, const struct model *m, const struct parallel_case *c,
+                              struct timelines t, struct offload offload) {
+    char err[ERR_MAX] = "";
+    const struct cuda_options o = {.n_ctx = parallel_tokens(c),
+                                   .timelines = t,
+                                   .kv = c->kv,
+                                   .moe_act = MOE_ACT_F16,
+                                   .kv_splits = 3,
+                                   .device = {0, 1, 2, 3},
+                                   .offload = offload};
+    cuda_test_devices(4, true);
+    return CHECK(session_open(s, m, c->tp, c->pp, layout_start, &o, err) == 0, "%s", err);
+}
+
 #ifdef SIMULATED
 /* For up to 16 tokens every kind of all-reduce gives the same bits. */
 static void test_cuda_same_bits(void) {
@@ -2839,21 +2854,6 @@ static void batches_agree(const char *name, const struct model *m, const struct 
         free(got);
     }
     free(want);
-}
-
-/* A session of timelines; false after a failed check. */
-static bool timelines_session(struct session *s, const struct model *m, const struct parallel_case *c,
-                              struct timelines t, struct offload offload) {
-    char err[ERR_MAX] = "";
-    const struct cuda_options o = {.n_ctx = parallel_tokens(c),
-                                   .timelines = t,
-                                   .kv = c->kv,
-                                   .moe_act = MOE_ACT_F16,
-                                   .kv_splits = 3,
-                                   .device = {0, 1, 2, 3},
-                                   .offload = offload};
-    cuda_test_devices(4, true);
-    return CHECK(session_open(s, m, c->tp, c->pp, layout_start, &o, err) == 0, "%s", err);
 }
 
 static bool cuda_parallel_open(struct session *s, const struct model *m, const struct parallel_case *c,
