@@ -7193,12 +7193,13 @@ static int model_load(struct model *m, const char *path, char *err) {
  * Shards of a model
  *
  * What each rank holds, the same for every backend. Tensor parallelism divides attention by heads, feed-forwards by
- * their hidden width in whole units of 64, the output matrix by rows; every rank has the norms, routers, low-rank
- * projections and the embedding. Pipeline parallelism gives each stage consecutive layers. Larger shards come first and
- * nothing is padded. A shard may be empty: such a rank adds zeros. Shards are views into the same mapping.
+ * their hidden width in units of 64 or whole blocks of weights, the output matrix by rows; every rank has the norms,
+ * routers, low-rank projections and the embedding. Pipeline parallelism gives each stage consecutive layers. Larger
+ * shards come first and nothing is padded. A shard may be empty: such a rank adds zeros. Shards are views into the same
+ * mapping.
  * ============================================================================================================ */
 
-enum { SHARD_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
+enum { SHARD_UNIT = 64 /* columns of a feed-forward, rows of the output matrix */ };
 
 /* Items first..first+n-1; with `run`, n items in runs of `run`, `stride` apart. */
 struct range {
@@ -7289,7 +7290,8 @@ struct heads_range {
 };
 
 /* Returns the heads of a rank, which gets a multiple of `multiple` query heads. A query head goes to the rank that has
- * its KV head. With fewer KV heads than ranks, several ranks hold a copy of one KV head and divide its query heads.
+ * its KV head. With fewer KV heads than ranks, several ranks hold a copy of one KV head and divide its query heads,
+ * unless these are no multiple of `multiple`: then some ranks have no heads.
  * Latent attention has one KV head, which every rank holds. */
 static struct heads_range shard_heads(const struct attn *a, int multiple, int n_rank, int rank) {
     struct heads_range h = {.kv_copied = false};
@@ -7298,7 +7300,7 @@ static struct heads_range shard_heads(const struct attn *a, int multiple, int n_
     if (a->kv_lora || a->n_out_group) {
         h.q = shard_range(a->n_head, multiple, n_rank, rank);
         h.kv = range_of(0, 1);
-    } else if (a->n_head_kv >= n_rank) {
+    } else if (a->n_head_kv >= n_rank || per_kv % multiple) {
         h.kv = shard_range(a->n_head_kv, multiple / int_gcd(multiple, per_kv), n_rank, rank);
         h.q = range_of(h.kv.first * per_kv, h.kv.n * per_kv);
     } else {
@@ -7324,6 +7326,9 @@ static struct range value_range(const struct delta *d, struct range key, int siz
     if (!d->tiled || !key.n) return range_of(key.first * per_key * size, key.n * per_key * size);
     return (struct range){key.first * size, key.n * per_key * size, key.n * size, d->n_key * size};
 }
+
+/* Returns the columns that ranks divide a matrix in multiples of: whole blocks of its rows. */
+static int shard_unit(const struct weight *w) { return int_max(SHARD_UNIT, (int)gguf_type_info(w->type).block); }
 
 /* Returns the range of a dimension that a rank holds. layer: of the whole model. Dimensions that ranks do not divide
  * are returned whole. */
@@ -7356,10 +7361,10 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_VALUES: return value_range(&layer->delta, h.key, 1);
     case DIM_DECAYS: return value_range(&layer->delta, h.key, layer->delta.n_decay);
     case DIM_VALUE: return value_range(&layer->delta, h.key, layer->delta.head_v);
-    case DIM_FF:
-    case DIM_SHARED:
-    case DIM_VOCAB:
-    case DIM_2_EMBD: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
+    case DIM_FF: return shard_range(n, shard_unit(&layer->down), shard.n_rank, shard.rank);
+    case DIM_SHARED: return shard_range(n, shard_unit(&layer->sh_down), shard.n_rank, shard.rank);
+    case DIM_2_EMBD: return shard_range(n, shard_unit(&layer->eh_proj), shard.n_rank, shard.rank);
+    case DIM_VOCAB: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
     default: return range_of(0, n);
     }
 }
@@ -8361,8 +8366,8 @@ void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, ui
         case GGUF_FP8: {
             const float scale = 0.025f / 448;
             memcpy(to, &scale, 4);
-            synth_codes(to + 4, 128, rng);
-            for (int j = 4; j < 132; j++) to[j] = (uint8_t)(to[j] - ((to[j] & 0x7f) == 0x7f)); /* no NaN */
+            synth_codes(to + 4, FP8_BLOCK, rng);
+            for (int j = 4; j < 4 + FP8_BLOCK; j++) to[j] = (uint8_t)(to[j] - ((to[j] & 0x7f) == 0x7f)); /* no NaN */
         }
         }
     }

@@ -2970,9 +2970,10 @@ struct fetch_matrix {
         *home; /* (n_expert, n_out) rows of the file in the host's memory, as the GPU sees it; with a store the
                           * first row of an expert that the store's memory begins with */
     size_t expert_bytes, row_stride;
-    int n_part, part_tiles; /* parts of a row that are packed at once: part_tiles tiles, the last one fewer */
-    int tile_bytes;         /* of 64 columns of a row of the file */
-    int pitch;              /* bytes of a row's part in shared memory, a multiple of 16 */
+    int n_part,
+        part_tiles; /* parts of a row that are packed at once: part_tiles tiles in whole blocks, the last fewer */
+    int part_bytes; /* of part_tiles tiles of a row of the file */
+    int pitch;      /* bytes of a row's part in shared memory, a multiple of 16 */
 };
 
 struct fetch_args {
@@ -2999,10 +3000,10 @@ __global__ void __launch_bounds__(256) k_fetch(const __grid_constant__ struct fe
         while (strip >= p.m[m].w.n_rt * p.m[m].n_part) strip -= p.m[m].w.n_rt * p.m[m].n_part, m++;
         const struct fetch_matrix &a = p.m[m];
         const uint2 item = load_l2((const uint2 *)(p.item + p.first + i / per));
-        const int rt = strip / a.n_part, kt0 = strip % a.n_part * a.part_tiles;
+        const int rt = strip / a.n_part, part = strip % a.n_part, kt0 = part * a.part_tiles;
         const int kt1 = min(kt0 + a.part_tiles, a.w.n_kt), n_row = min(a.w.n_out - rt * TILE_ROWS, (int)TILE_ROWS);
-        const int skip = kt0 * a.tile_bytes;
-        const int bytes = min((kt1 - kt0) * a.tile_bytes, (int)a.how.row_bytes - skip);
+        const int skip = part * a.part_bytes;
+        const int bytes = min(a.part_bytes, (int)a.how.row_bytes - skip);
         const size_t expert = p.brought ? load_l2(p.brought + i / per * p.n_matrix + m) : item.x * a.expert_bytes;
         const uint8_t *from = a.home + expert + (size_t)(rt * TILE_ROWS) * a.row_stride + skip;
         const int chunks = a.pitch / 16;
@@ -3069,7 +3070,8 @@ DEVICE uint32_t float_key(float v) {
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
 /* Chooses the experts of token t, with one warp: lane i < p.k returns the i-th best one and its weight. scratch (warps,
- * 2 n_expert) words of shared memory: scores, then the keys to pick from. The rule is that of route_token in moe.c, ties go to the lower id, NaN comes last. */
+ * 2 n_expert) words of shared memory: scores, then the keys to pick from. The rule is that of route_token in moe.c. Ties
+ * go to the lower id, NaN comes last. */
 DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *weight) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
@@ -10710,12 +10712,15 @@ static struct fetch_matrix fetch_matrix_of(const struct weight *w) {
     a.home = w->data;
     a.expert_bytes = w->expert_bytes;
     a.row_stride = w->row_bytes;
-    a.tile_bytes = (int)gguf_row_bytes(w->type, TILE_COLS);
-    const int most = (FETCH_SHARED / TILE_ROWS - 32) / a.tile_bytes;
-    a.n_part = (a.w.n_kt + most - 1) / most;
-    a.part_tiles = (a.w.n_kt + a.n_part - 1) / a.n_part;
-    a.n_part = (a.w.n_kt + a.part_tiles - 1) / a.part_tiles;
-    a.pitch = (a.part_tiles * a.tile_bytes + 15 + 15) / 16 * 16;
+    const int step = max(1, (int)gguf_type_info(w->type).block / TILE_COLS); /* tiles of the shortest part */
+    const int step_bytes = (int)gguf_row_bytes(w->type, (size_t)step * TILE_COLS),
+              n_step = (int)ceil_div(a.w.n_kt, step);
+    const int most = (FETCH_SHARED / TILE_ROWS - 32) / step_bytes;
+    const int steps = (int)ceil_div(n_step, (int)ceil_div(n_step, most)); /* of a part */
+    a.part_tiles = steps * step;
+    a.part_bytes = steps * step_bytes;
+    a.n_part = (int)ceil_div(a.w.n_kt, a.part_tiles);
+    a.pitch = (a.part_bytes + 15 + 15) / 16 * 16;
     return a;
 }
 

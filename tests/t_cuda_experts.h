@@ -157,15 +157,15 @@ static const struct layout cached_layouts[] = {{"one rank", 1, 1, {0}, ALLREDUCE
                                                {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true}};
 #endif
 
-/* Every type that experts have in files, but for FP8, whose smallest expert is larger than the ring of the tests. */
+/* Every type that experts have in files. */
 static void cached_types(void) {
-    static const enum gguf_type types[] = {GGUF_NVFP4, GGUF_MXFP4, GGUF_Q8_0, GGUF_BF16, GGUF_F16};
-    static const char *const names[] = {"NVFP4", "MXFP4", "Q8_0", "BF16", "F16"};
+    static const enum gguf_type types[] = {GGUF_NVFP4, GGUF_MXFP4, GGUF_Q8_0, GGUF_BF16, GGUF_F16, GGUF_FP8};
+    static const char *const names[] = {"NVFP4", "MXFP4", "Q8_0", "BF16", "F16", "FP8"};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         struct synth shape = {
             "types", "qwen3moe",
-            .keys = "block_count=2 embedding_length=192 attention.head_count=4 attention.head_count_kv=2 "
-                    "attention.key_length=32 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 "
+            .keys = "block_count=2 embedding_length=256 attention.head_count=4 attention.head_count_kv=2 "
+                    "attention.key_length=32 expert_count=16 expert_used_count=2 expert_feed_forward_length=128 "
                     "vocab_size=200 context_length=256",
             .ff_type = types[i]};
         struct model m = {0};

@@ -284,7 +284,7 @@ static void fetches_all_but_one(const char *launch, void *args) {
     change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.most--; });
 }
 static void fetches_other_columns(const char *launch, void *args) {
-    change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.m[0].home += a.m[0].tile_bytes / 2; });
+    change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.m[0].home += a.m[0].part_bytes / 2; });
 }
 static void fetches_without_down(const char *launch, void *args) {
     change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.n_matrix = min(a.n_matrix, 2); });

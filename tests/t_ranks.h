@@ -213,6 +213,22 @@ static void test_ranks_fixtures(void) { ranks_fixtures(&kernels_ref, 1e-9); }
  * differs is the order of sums and what it moves across a rounding. */
 static void test_ranks_fast(void) { ranks_fixtures(kernels_choose(), 1e-7); }
 
+/* A model in FP8, whose blocks are longer than the units of a feed-forward's width. */
+static void test_ranks_blocks(void) {
+    enum { N = 24 };
+    struct synth shape = {"blocks", "qwen2moe",
+                          .keys = "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 "
+                                  "expert_count=4 expert_used_count=2 expert_feed_forward_length=384 "
+                                  "expert_shared_feed_forward_length=384 vocab_size=200 context_length=256",
+                          .ff_type = GGUF_FP8, .backbone = GGUF_FP8};
+    struct model m = {0};
+    int32_t ids[N];
+    synth_make(&m, &shape, NULL, false);
+    for (int i = 0; i < N; i++) ids[i] = (11 + 17 * i + i * i / 7) % m.n_vocab;
+    ranks_agree("FP8", &m, &kernels_ref, ids, N, 1e-9);
+    model_free(&m);
+}
+
 static void test_ranks_demo(void) {
     struct model m;
     char *text = NULL, err[ERR_MAX];
@@ -408,9 +424,9 @@ static void test_ranks_odd_heads(void) {
     CHECK(multiple >= 1021 && multiple < 1 << 30, "multiples of %d heads", multiple);
 }
 
-#define TESTS_RANKS                                                                                                \
-    {"ranks/stages", test_ranks_stages}, {"ranks/cuts", test_ranks_cuts}, {"ranks/shares", test_ranks_shares},     \
-        {"ranks/heads", test_ranks_heads}, {"ranks/odd-heads", test_ranks_odd_heads},                              \
-        {"ranks/fixtures", test_ranks_fixtures}, {"ranks/fast", test_ranks_fast}, {"ranks/demo", test_ranks_demo}, \
-        {"ranks/save", test_ranks_save}, {"ranks/busy", test_ranks_busy}, {"ranks/faults", test_ranks_faults},     \
-        {"ranks/cli", test_ranks_cli},
+#define TESTS_RANKS                                                                                                    \
+    {"ranks/stages", test_ranks_stages}, {"ranks/cuts", test_ranks_cuts}, {"ranks/shares", test_ranks_shares},         \
+        {"ranks/heads", test_ranks_heads}, {"ranks/odd-heads", test_ranks_odd_heads},                                  \
+        {"ranks/blocks", test_ranks_blocks}, {"ranks/fixtures", test_ranks_fixtures}, {"ranks/fast", test_ranks_fast}, \
+        {"ranks/demo", test_ranks_demo}, {"ranks/save", test_ranks_save}, {"ranks/busy", test_ranks_busy},             \
+        {"ranks/faults", test_ranks_faults}, {"ranks/cli", test_ranks_cli},
