@@ -220,7 +220,7 @@ enum gguf_factor {
     O(Q1_0, 0) O(Q2_0, 0)
 /* of moe alone, from the number GGUF_OWN on */
 #define GGUF_OWN_TYPES(X)                                                                                   \
-    X(FP8,   fp8, FP8_BLOCK, sizeof(struct block_fp8),     65536, ANY)
+    X(FP8,   fp8, FP8_BLOCK, sizeof(struct block_fp8),  GGUF_OWN, ANY)
 /* clang-format on */
 
 #define GGUF_NOTHING(...)

@@ -3423,6 +3423,7 @@ static const struct renaming dbrx_names[] = {{"self_attn.qkv_proj", "norm_attn_n
                                              {"model.embed_tokens", "model.wte", EVERYWHERE},
                                              {"model.norm", "model.norm_f", EVERYWHERE},
                                              {NULL, NULL, EVERYWHERE}};
+
 /* Whether a layer of SmallThinker has a window. */
 static bool is_windowed_smallthinker(int layer) {
     return json_element(get_list(src.cfg, "sliding_window_layout"), (size_t)layer) == 1;
@@ -3445,6 +3446,7 @@ static void config_smallthinker(void) {
     if (some) src.window = size_of("sliding_window_size");
     if (!get_bool(c, "moe_primary_router_apply_softmax", false)) src.gating = GATING_SIGMOID;
 }
+
 static const struct renaming smallthinker_names[] = {
     {"mlp.gate", "block_sparse_moe.primary_router", EVERYWHERE},
     {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.gate", EVERYWHERE},
@@ -3493,6 +3495,7 @@ static void put_llama4(void) {
     kv_u32("attention.temperature_length", (size_t)get_int(c, "floor_scale", 1, INT32_MAX, 8192));
     gguf_put_bool(&writer, arch_key("attention.use_qk_norm"), get_bool(c, "use_qk_norm", true));
 }
+
 static const struct renaming llama4_names[] = {{"mlp.gate", "feed_forward.router", EVERYWHERE},
                                                {"mlp.shared_experts", "feed_forward.shared_expert", EVERYWHERE},
                                                {"mlp", "feed_forward", EVERYWHERE},

@@ -1491,164 +1491,159 @@ static void test_families_rope_freqs(void) {
                      1e6, 64, 64, 8, 1, 4, 8192);
 }
 
+/* Changes of a configuration that say the same in other words. */
+static const struct {
+    const char *fixture, *config;
+} same_words[] = {
+    {"step3p5",
+     "{\"rope_theta\":null,\"partial_rotary_factors\":null,\"rope_scaling\":null,\"rope_parameters\":{"
+     "\"full_attention\":{\"rope_type\":\"llama3\",\"rope_theta\":5e6,\"partial_rotary_factor\":0.5,"
+     "\"factor\":2.0,\"low_freq_factor\":1.0,\"high_freq_factor\":32.0,\"original_max_position_embeddings\":64},"
+     "\"sliding_attention\":{\"rope_type\":\"default\",\"rope_theta\":1e4,\"partial_rotary_factor\":1.0}}}"},
+    {"minimax_m2",
+     "{\"rope_theta\":null,\"rotary_dim\":null,\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":"
+     "5000000,\"partial_rotary_factor\":0.5}}"},
+    {"minimax_m3", "{\"model_type\":\"minimax_m3\",\"hidden_act\":\"silu\",\"rotary_dim\":null}"},
+    {"minimax_m3", "{\"partial_rotary_factor\":null,\"num_nextn_predict_layers\":0,\"swiglu_beta\":1.0}"},
+    {"minimax_m3",
+     "{\"model_type\":\"minimax_m3_vl_text\",\"partial_rotary_factor\":null,\"rope_theta\":null,\"rope_"
+     "parameters\":{"
+     "\"rope_type\":\"default\",\"rope_theta\":5000000,\"partial_rotary_factor\":0.5},\"moe_layer_freq\":null,"
+     "\"mlp_layer_types\":[\"dense\",\"sparse\",\"sparse\"],\"sparse_attention_config\":null,\"layer_types\":["
+     "\"full_attention\",\"minimax_m3_sparse\",\"minimax_m3_sparse\"],\"index_n_heads\":2,\"index_head_dim\":64,"
+     "\"index_block_size\":16,\"index_topk_blocks\":3,\"index_local_blocks\":1}"},
+    {"laguna", "{\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":500000.0,\"factor\":32.0,"
+               "\"original_max_position_embeddings\":4096,\"beta_slow\":1.0,\"beta_fast\":64.0,\"attention_factor\":"
+               "1.3465735902799727,\"partial_rotary_factor\":0.5},\"swa_rope_parameters\":{\"rope_type\":\"default\","
+               "\"rope_theta\":10000.0,\"partial_rotary_factor\":1.0}}"},
+    {"deepseek_v4", "{\"qk_rope_head_dim\":null,\"partial_rotary_factor\":0.25,\"topk_method\":null}"},
+    {"deepseek_v4",
+     "{\"num_hash_layers\":null,\"mlp_layer_types\":[\"hash_moe\",\"hash_moe\",\"hash_moe\",\"moe\",\"moe\"]}"},
+    {"deepseek_v4",
+     "{\"rope_scaling\":null,\"rope_theta\":null,\"compress_rope_theta\":null,\"rope_parameters\":{\"main\":{"
+     "\"rope_type\":\"default\",\"rope_theta\":10000},\"compress\":{\"rope_type\":\"yarn\",\"type\":\"yarn\","
+     "\"rope_theta\":160000,\"attention_factor\":1.0,\"factor\":16,\"original_max_position_embeddings\":128}}}"},
+    {"deepseek_v4",
+     "{\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"compressed_sparse_attention\","
+     "\"heavily_compressed_attention\",\"compressed_sparse_attention\"],\"num_nextn_predict_layers\":1}"},
+    {"deepseek_v4",
+     "{\"compress_ratios\":null,\"layer_types\":[\"sliding_attention\",\"sliding_attention\","
+     "\"compressed_sparse_attention\",\"heavily_compressed_attention\",\"compressed_sparse_attention\"]}"},
+    {"deepseek_v4_pro",
+     "{\"layer_types\":null,\"compress_rates\":null,\"compress_ratios\":[128,128,4,128,4],\"mlp_layer_types\":"
+     "null,\"num_hash_layers\":1,\"partial_rotary_factor\":null,\"qk_rope_head_dim\":16}"},
+    {"deepseek_v4_pro", "{\"rope_parameters\":null,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":16,\"beta_fast\":32,"
+                        "\"beta_slow\":1,\"original_max_position_embeddings\":128}}"},
+    {"nemotron_h",
+     "{\"hybrid_override_pattern\":null,\"num_hidden_layers\":null,\"layers_block_type\":[\"mamba\",\"moe\","
+     "\"attention\",\"mlp\",\"mamba\",\"moe\"],\"time_step_limit\":null,\"mtp_hybrid_override_pattern\":null,"
+     "\"mtp_layers_block_type\":[\"attention\",\"moe\"]}"},
+    {"nemotron_h",
+     "{\"hybrid_override_pattern\":\"M\",\"layer_types\":[\"linear_attention\",\"moe\",\"full_attention\","
+     "\"mlp\",\"linear_attention\",\"moe\"],\"mtp_layers_block_type\":[\"full_attention\",\"moe\"],"
+     "\"rope_theta\":null,\"expand\":7}"},
+    {"nemotron_h_nvfp4", "{\"layers_block_type\":null,\"hybrid_override_pattern\":\"MEM*E\","
+                         "\"time_step_min\":1.0,\"time_step_limit\":[0.5,1]}"},
+    {"qwen4_exp", "{\"layer_types\":[\"linear_attention\",\"linear_attention\",\"indexed_attention\"]}"},
+    {"qwen4_exp", "{\"hc_count\":null,\"ngram_size\":null,\"ple_embed_dim\":null,\"ple_conv_kernel_size\":null,"
+                  "\"norm_topk_prob\":null}"},
+    {"laguna", "{\"mlp_layer_types\":null}"},
+    {"laguna", "{\"mlp_layer_types\":null,\"mlp_only_layers\":null,\"gating\":\"per-head\"}"},
+    {"gpt_oss", "{\"layer_types\":null,\"swiglu_limit\":null}"},
+    {"gpt_oss", "{\"rope_theta\":null,\"rope_scaling\":null,\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":"
+                "150000,\"factor\":32.0,\"original_max_position_embeddings\":1024,\"beta_fast\":32.0,\"beta_slow\":1.0,"
+                "\"truncate\":false}}"},
+    {"ernie4_5_moe", "{\"tie_word_embeddings\":null,\"moe_layer_end_index\":3}"},
+    {"dots1", "{\"scoring_func\":\"sigmoid\",\"n_group\":1,\"topk_group\":1,\"sliding_window\":4096,\"max_window_"
+              "layers\":3}"},
+    {"dots1_nvfp4", "{\"routed_scaling_factor\":1.25,\"norm_topk_prob\":null,\"layer_types\":null}"},
+    {"qwen2_moe", "{\"qkv_bias\":true}"},
+    {"hunyuan_v1_moe", "{\"moe_topk\":3,\"moe_intermediate_size\":null,\"num_shared_expert\":null,\"norm_topk_prob\":"
+                       "null,\"max_position_embeddings\":32768,\"rope_theta\":null}"},
+    {"hunyuan_v1_moe_nvfp4", "{\"moe_topk\":[2,2],\"num_shared_expert\":[1,1],\"moe_intermediate_size\":[128,128]}"},
+    {"mellum", "{\"mlp_layer_types\":null,\"num_nextn_predict_layers\":0,\"num_mtp_layers\":null,\"use_sliding_"
+               "window\":true}"},
+    {"mellum", "{\"num_local_experts\":5,\"num_experts\":null}"},
+    {"deepseek_v2_nvfp4", "{\"topk_method\":null,\"n_group\":null,\"topk_group\":null,\"scoring_func\":null,\"moe_"
+                          "layer_freq\":null,\"norm_topk_prob\":null}"},
+    {"deepseek_moe", "{\"scoring_func\":null,\"norm_topk_prob\":null,\"moe_layer_freq\":null,\"rope_theta\":null}"},
+    {"bailing_moe", "{\"multi_gate\":null,\"norm_softmax\":null,\"first_k_dense_replace\":null,\"use_bias\":null}"},
+    {"solar_open", "{\"first_k_dense_replace\":null,\"use_qk_norm\":null,\"partial_rotary_factor\":null}"},
+    {"granitemoe_swa", "{\"layer_rope_theta\":null,\"no_rope_layers\":[0,1,0]}"},
+    {"granitemoe", "{\"num_experts\":6,\"num_local_experts\":null,\"head_dim\":64}"},
+    {"granitemoe", "{\"model_type\":\"granitemoeshared\",\"shared_intermediate_size\":0}"},
+    {"granitemoehybrid", "{\"position_embedding_type\":null,\"mamba_d_head\":\"auto\",\"mamba_expand\":null,\"mamba_n_"
+                         "groups\":null,\"mamba_d_conv\":null}"},
+    {"granitemoehybrid_dense", "{\"num_local_experts\":null}"},
+    {"bailing_moe_v2", "{\"model_type\":\"bailing_moe\",\"partial_rotary_factor\":null,\"score_function\":null,"
+                       "\"moe_shared_expert_intermediate_size\":64,\"first_k_dense_replace\":null}"},
+    {"sarvam_moe_nvfp4", "{\"rope_theta\":null,\"partial_rotary_factor\":1}"},
+    {"llama4", "{\"attn_temperature_tuning\":4,\"attn_scale\":null,\"no_rope_layers\":[1,1,1,0,1],"
+               "\"moe_layers\":[0,1,2,3,4]}"},
+    {"lfm2_moe",
+     "{\"tie_word_embeddings\":null,\"tie_embedding\":true,\"rope_parameters\":null,\"rope_theta\":1000000.0}"},
+    {"lfm2_moe",
+     "{\"tie_word_embeddings\":null,\"rope_parameters\":null,\"conv_L_cache\":null,\"num_dense_layers\":1}"},
+    {"exaone_moe", "{\"is_moe_layer\":null,\"n_group\":null,\"topk_group\":null,\"first_k_dense_replace\":null,"
+                   "\"sliding_window_pattern\":null,\"num_nextn_predict_layers\":1}"},
+    {"exaone_moe_nvfp4", "{\"mlp_layer_types\":null}"},
+    {"cohere2_moe", "{\"first_k_dense_replace\":null,\"mlp_layer_types\":[\"dense\",\"sparse\",\"sparse\"],"
+                    "\"tie_word_embeddings\":null,\"norm_topk_prob\":null,\"layer_norm_eps\":null}"},
+    {"cohere2_moe_nvfp4", "{\"num_key_value_heads\":1,\"expert_selection_fn\":null,\"norm_topk_prob\":false}"},
+    {"phimoe_nvfp4", "{\"sliding_window\":4096,\"router_jitter_noise\":null,\"num_key_value_heads\":1}"},
+    {"dbrx", "{\"num_hidden_layers\":2,\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":500000}}"},
+    {"afmoe", "{\"num_dense_layers\":null,\"route_norm\":null,\"score_func\":null,\"n_group\":null,\"global_attn_"
+              "every_n_layers\":null}"},
+    {"mimo_v2_flash", "{\"model_type\":\"mimo_v2\",\"sliding_window_size\":null,\"routed_scaling_factor\":null}"},
+    {"olmoe", "{\"num_key_value_heads\":null}"},
+    {"deepseek_v32",
+     "{\"indexer_rope_interleave\":false,\"rope_interleave\":true,\"index_topk_freq\":1,\"head_dim\":7}"},
+    {"glm_moe_dsa", "{\"indexer_types\":[\"full\",\"full\",\"full\"],\"index_topk_freq\":2}"},
+    {"glm_moe_dsa", "{\"index_topk_freq\":0,\"head_dim\":192,\"indexer_rope_interleave\":null}"},
+    {"glm_moe_dsa_types", "{\"indexer_types\":null}"},
+    {"glm_moe_dsa_types", "{\"indexer_types\":null,\"index_topk_pattern\":\"FSSFS\",\"index_topk_freq\":1}"},
+    {"glm_moe_dsa_types",
+     "{\"indexer_types\":null,\"index_topk_pattern\":[\"full\",\"shared\",\"shared\",\"full\",\"shared\"]}"},
+    {"glm_moe_dsa_types", "{\"index_topk_pattern\":\"FFFFF\",\"mlp_layer_types\":null}"},
+    {"kimi_linear",
+     "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4,\"layer_types\":[\"linear_"
+     "attention\",\"linear_attention\",\"full_attention\",\"linear_attention\"]}"},
+    {"kimi_linear", "{\"first_k_dense_replace\":null,\"rope_theta\":null,\"model_max_length\":null,\"max_position_"
+                    "embeddings\":4096}"},
+    {"bailing_hybrid", "{\"layer_group_size\":null,\"layer_types\":[\"linear_attention\",\"full_attention\",\"linear_"
+                       "attention\",\"full_attention\"],\"moe_shared_expert_intermediate_size\":null}"},
+    {"bailing_hybrid", "{\"kda_lower_bound\":null,\"kda_safe_gate\":null,\"partial_rotary_factor\":null,\"rope_"
+                       "parameters\":null,\"short_conv_kernel_size\":null}"},
+    /* as transformers 5.24 saves it */
+    {"bailing_hybrid",
+     "{\"architectures\":[\"BailingHybridForCausalLM\"],\"attention_bias\":false,\"bos_token_id\":null,\"head_"
+     "dim\":16,"
+     "\"layer_types\":[\"linear_attention\",\"full_attention\",\"linear_attention\",\"full_attention\"],"
+     "\"linear_conv_kernel_dim\":4,\"linear_head_dim\":64,\"linear_num_heads\":4,\"mlp_layer_types\":[\"dense\","
+     "\"sparse\",\"sparse\",\"sparse\"],\"model_max_length\":4096,\"max_position_embeddings\":null,"
+     "\"moe_renormalize\":true,\"norm_topk_prob\":null,\"num_expert_group\":4,\"n_group\":null,"
+     "\"num_experts_per_token\":3,\"num_experts_per_tok\":null,\"partial_rotary_factor\":null,"
+     "\"short_conv_kernel_size\":null}"},
+    {"glm5_next", "{\"linear_attn_config\":{\"head_dim\":32,\"num_heads\":4}}"},
+    {"glm5_next", "{\"linear_attn_config\":{\"head_dim\":32,\"num_heads\":4,\"gate_lower_bound\":null}}"},
+    {"glm5_next", "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4,\"layer_types\":["
+                  "\"linear_attention\",\"full_attention\",\"linear_attention\",\"indexed_attention\"]}"},
+    {"glm5_next", "{\"indexer_types\":null,\"mlp_layer_types\":[\"dense\",\"dense\",\"dense\",\"sparse\"]}"},
+    {"glm5_next_nvfp4", "{\"indexer_types\":null,\"index_topk_pattern\":\"FSF\"}"}};
+
 /* Configurations in other words that mean the same: files without a difference. Catches a form that is not read. */
 static void test_families_words(void) {
-    static const struct {
-        const char *fixture, *config;
-    } c[] = {
-        {"step3p5",
-         "{\"rope_theta\":null,\"partial_rotary_factors\":null,\"rope_scaling\":null,\"rope_parameters\":{"
-         "\"full_attention\":{\"rope_type\":\"llama3\",\"rope_theta\":5e6,\"partial_rotary_factor\":0.5,"
-         "\"factor\":2.0,\"low_freq_factor\":1.0,\"high_freq_factor\":32.0,\"original_max_position_embeddings\":64},"
-         "\"sliding_attention\":{\"rope_type\":\"default\",\"rope_theta\":1e4,\"partial_rotary_factor\":1.0}}}"},
-        {"minimax_m2",
-         "{\"rope_theta\":null,\"rotary_dim\":null,\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":"
-         "5000000,\"partial_rotary_factor\":0.5}}"},
-        {"minimax_m3", "{\"model_type\":\"minimax_m3\",\"hidden_act\":\"silu\",\"rotary_dim\":null}"},
-        {"minimax_m3", "{\"partial_rotary_factor\":null,\"num_nextn_predict_layers\":0,\"swiglu_beta\":1.0}"},
-        {"minimax_m3",
-         "{\"model_type\":\"minimax_m3_vl_text\",\"partial_rotary_factor\":null,\"rope_theta\":null,\"rope_"
-         "parameters\":{"
-         "\"rope_type\":\"default\",\"rope_theta\":5000000,\"partial_rotary_factor\":0.5},\"moe_layer_freq\":null,"
-         "\"mlp_layer_types\":[\"dense\",\"sparse\",\"sparse\"],\"sparse_attention_config\":null,\"layer_types\":["
-         "\"full_attention\",\"minimax_m3_sparse\",\"minimax_m3_sparse\"],\"index_n_heads\":2,\"index_head_dim\":64,"
-         "\"index_block_size\":16,\"index_topk_blocks\":3,\"index_local_blocks\":1}"},
-        {"laguna",
-         "{\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":500000.0,\"factor\":32.0,"
-         "\"original_max_position_embeddings\":4096,\"beta_slow\":1.0,\"beta_fast\":64.0,\"attention_factor\":"
-         "1.3465735902799727,\"partial_rotary_factor\":0.5},\"swa_rope_parameters\":{\"rope_type\":\"default\","
-         "\"rope_theta\":10000.0,\"partial_rotary_factor\":1.0}}"},
-        {"deepseek_v4", "{\"qk_rope_head_dim\":null,\"partial_rotary_factor\":0.25,\"topk_method\":null}"},
-        {"deepseek_v4",
-         "{\"num_hash_layers\":null,\"mlp_layer_types\":[\"hash_moe\",\"hash_moe\",\"hash_moe\",\"moe\",\"moe\"]}"},
-        {"deepseek_v4",
-         "{\"rope_scaling\":null,\"rope_theta\":null,\"compress_rope_theta\":null,\"rope_parameters\":{\"main\":{"
-         "\"rope_type\":\"default\",\"rope_theta\":10000},\"compress\":{\"rope_type\":\"yarn\",\"type\":\"yarn\","
-         "\"rope_theta\":160000,\"attention_factor\":1.0,\"factor\":16,\"original_max_position_embeddings\":128}}}"},
-        {"deepseek_v4",
-         "{\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"compressed_sparse_attention\","
-         "\"heavily_compressed_attention\",\"compressed_sparse_attention\"],\"num_nextn_predict_layers\":1}"},
-        {"deepseek_v4",
-         "{\"compress_ratios\":null,\"layer_types\":[\"sliding_attention\",\"sliding_attention\","
-         "\"compressed_sparse_attention\",\"heavily_compressed_attention\",\"compressed_sparse_attention\"]}"},
-        {"deepseek_v4_pro",
-         "{\"layer_types\":null,\"compress_rates\":null,\"compress_ratios\":[128,128,4,128,4],\"mlp_layer_types\":"
-         "null,\"num_hash_layers\":1,\"partial_rotary_factor\":null,\"qk_rope_head_dim\":16}"},
-        {"deepseek_v4_pro",
-         "{\"rope_parameters\":null,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":16,\"beta_fast\":32,"
-         "\"beta_slow\":1,\"original_max_position_embeddings\":128}}"},
-        {"nemotron_h",
-         "{\"hybrid_override_pattern\":null,\"num_hidden_layers\":null,\"layers_block_type\":[\"mamba\",\"moe\","
-         "\"attention\",\"mlp\",\"mamba\",\"moe\"],\"time_step_limit\":null,\"mtp_hybrid_override_pattern\":null,"
-         "\"mtp_layers_block_type\":[\"attention\",\"moe\"]}"},
-        {"nemotron_h",
-         "{\"hybrid_override_pattern\":\"M\",\"layer_types\":[\"linear_attention\",\"moe\",\"full_attention\","
-         "\"mlp\",\"linear_attention\",\"moe\"],\"mtp_layers_block_type\":[\"full_attention\",\"moe\"],"
-         "\"rope_theta\":null,\"expand\":7}"},
-        {"nemotron_h_nvfp4", "{\"layers_block_type\":null,\"hybrid_override_pattern\":\"MEM*E\","
-                             "\"time_step_min\":1.0,\"time_step_limit\":[0.5,1]}"},
-        {"qwen4_exp", "{\"layer_types\":[\"linear_attention\",\"linear_attention\",\"indexed_attention\"]}"},
-        {"qwen4_exp", "{\"hc_count\":null,\"ngram_size\":null,\"ple_embed_dim\":null,\"ple_conv_kernel_size\":null,"
-                      "\"norm_topk_prob\":null}"},
-        {"laguna", "{\"mlp_layer_types\":null}"},
-        {"laguna", "{\"mlp_layer_types\":null,\"mlp_only_layers\":null,\"gating\":\"per-head\"}"},
-        {"gpt_oss", "{\"layer_types\":null,\"swiglu_limit\":null}"},
-        {"gpt_oss",
-         "{\"rope_theta\":null,\"rope_scaling\":null,\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":"
-         "150000,\"factor\":32.0,\"original_max_position_embeddings\":1024,\"beta_fast\":32.0,\"beta_slow\":1.0,"
-         "\"truncate\":false}}"},
-        {"ernie4_5_moe", "{\"tie_word_embeddings\":null,\"moe_layer_end_index\":3}"},
-        {"dots1", "{\"scoring_func\":\"sigmoid\",\"n_group\":1,\"topk_group\":1,\"sliding_window\":4096,\"max_window_"
-                  "layers\":3}"},
-        {"dots1_nvfp4", "{\"routed_scaling_factor\":1.25,\"norm_topk_prob\":null,\"layer_types\":null}"},
-        {"qwen2_moe", "{\"qkv_bias\":true}"},
-        {"hunyuan_v1_moe",
-         "{\"moe_topk\":3,\"moe_intermediate_size\":null,\"num_shared_expert\":null,\"norm_topk_prob\":"
-         "null,\"max_position_embeddings\":32768,\"rope_theta\":null}"},
-        {"hunyuan_v1_moe_nvfp4",
-         "{\"moe_topk\":[2,2],\"num_shared_expert\":[1,1],\"moe_intermediate_size\":[128,128]}"},
-        {"mellum", "{\"mlp_layer_types\":null,\"num_nextn_predict_layers\":0,\"num_mtp_layers\":null,\"use_sliding_"
-                   "window\":true}"},
-        {"mellum", "{\"num_local_experts\":5,\"num_experts\":null}"},
-        {"deepseek_v2_nvfp4", "{\"topk_method\":null,\"n_group\":null,\"topk_group\":null,\"scoring_func\":null,\"moe_"
-                              "layer_freq\":null,\"norm_topk_prob\":null}"},
-        {"deepseek_moe", "{\"scoring_func\":null,\"norm_topk_prob\":null,\"moe_layer_freq\":null,\"rope_theta\":null}"},
-        {"bailing_moe", "{\"multi_gate\":null,\"norm_softmax\":null,\"first_k_dense_replace\":null,\"use_bias\":null}"},
-        {"solar_open", "{\"first_k_dense_replace\":null,\"use_qk_norm\":null,\"partial_rotary_factor\":null}"},
-        {"granitemoe_swa", "{\"layer_rope_theta\":null,\"no_rope_layers\":[0,1,0]}"},
-        {"granitemoe", "{\"num_experts\":6,\"num_local_experts\":null,\"head_dim\":64}"},
-        {"granitemoe", "{\"model_type\":\"granitemoeshared\",\"shared_intermediate_size\":0}"},
-        {"granitemoehybrid",
-         "{\"position_embedding_type\":null,\"mamba_d_head\":\"auto\",\"mamba_expand\":null,\"mamba_n_"
-         "groups\":null,\"mamba_d_conv\":null}"},
-        {"granitemoehybrid_dense", "{\"num_local_experts\":null}"},
-        {"bailing_moe_v2", "{\"model_type\":\"bailing_moe\",\"partial_rotary_factor\":null,\"score_function\":null,"
-                           "\"moe_shared_expert_intermediate_size\":64,\"first_k_dense_replace\":null}"},
-        {"sarvam_moe_nvfp4", "{\"rope_theta\":null,\"partial_rotary_factor\":1}"},
-        {"llama4", "{\"attn_temperature_tuning\":4,\"attn_scale\":null,\"no_rope_layers\":[1,1,1,0,1],"
-                   "\"moe_layers\":[0,1,2,3,4]}"},
-        {"lfm2_moe",
-         "{\"tie_word_embeddings\":null,\"tie_embedding\":true,\"rope_parameters\":null,\"rope_theta\":1000000.0}"},
-        {"lfm2_moe",
-         "{\"tie_word_embeddings\":null,\"rope_parameters\":null,\"conv_L_cache\":null,\"num_dense_layers\":1}"},
-        {"exaone_moe", "{\"is_moe_layer\":null,\"n_group\":null,\"topk_group\":null,\"first_k_dense_replace\":null,"
-                       "\"sliding_window_pattern\":null,\"num_nextn_predict_layers\":1}"},
-        {"exaone_moe_nvfp4", "{\"mlp_layer_types\":null}"},
-        {"cohere2_moe", "{\"first_k_dense_replace\":null,\"mlp_layer_types\":[\"dense\",\"sparse\",\"sparse\"],"
-                        "\"tie_word_embeddings\":null,\"norm_topk_prob\":null,\"layer_norm_eps\":null}"},
-        {"cohere2_moe_nvfp4", "{\"num_key_value_heads\":1,\"expert_selection_fn\":null,\"norm_topk_prob\":false}"},
-        {"phimoe_nvfp4", "{\"sliding_window\":4096,\"router_jitter_noise\":null,\"num_key_value_heads\":1}"},
-        {"dbrx", "{\"num_hidden_layers\":2,\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":500000}}"},
-        {"afmoe", "{\"num_dense_layers\":null,\"route_norm\":null,\"score_func\":null,\"n_group\":null,\"global_attn_"
-                  "every_n_layers\":null}"},
-        {"mimo_v2_flash", "{\"model_type\":\"mimo_v2\",\"sliding_window_size\":null,\"routed_scaling_factor\":null}"},
-        {"olmoe", "{\"num_key_value_heads\":null}"},
-        {"deepseek_v32",
-         "{\"indexer_rope_interleave\":false,\"rope_interleave\":true,\"index_topk_freq\":1,\"head_dim\":7}"},
-        {"glm_moe_dsa", "{\"indexer_types\":[\"full\",\"full\",\"full\"],\"index_topk_freq\":2}"},
-        {"glm_moe_dsa", "{\"index_topk_freq\":0,\"head_dim\":192,\"indexer_rope_interleave\":null}"},
-        {"glm_moe_dsa_types", "{\"indexer_types\":null}"},
-        {"glm_moe_dsa_types", "{\"indexer_types\":null,\"index_topk_pattern\":\"FSSFS\",\"index_topk_freq\":1}"},
-        {"glm_moe_dsa_types",
-         "{\"indexer_types\":null,\"index_topk_pattern\":[\"full\",\"shared\",\"shared\",\"full\",\"shared\"]}"},
-        {"glm_moe_dsa_types", "{\"index_topk_pattern\":\"FFFFF\",\"mlp_layer_types\":null}"},
-        {"kimi_linear",
-         "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4,\"layer_types\":[\"linear_"
-         "attention\",\"linear_attention\",\"full_attention\",\"linear_attention\"]}"},
-        {"kimi_linear", "{\"first_k_dense_replace\":null,\"rope_theta\":null,\"model_max_length\":null,\"max_position_"
-                        "embeddings\":4096}"},
-        {"bailing_hybrid",
-         "{\"layer_group_size\":null,\"layer_types\":[\"linear_attention\",\"full_attention\",\"linear_"
-         "attention\",\"full_attention\"],\"moe_shared_expert_intermediate_size\":null}"},
-        {"bailing_hybrid", "{\"kda_lower_bound\":null,\"kda_safe_gate\":null,\"partial_rotary_factor\":null,\"rope_"
-                           "parameters\":null,\"short_conv_kernel_size\":null}"},
-        /* as transformers 5.24 saves it */
-        {"bailing_hybrid",
-         "{\"architectures\":[\"BailingHybridForCausalLM\"],\"attention_bias\":false,\"bos_token_id\":null,\"head_"
-         "dim\":16,"
-         "\"layer_types\":[\"linear_attention\",\"full_attention\",\"linear_attention\",\"full_attention\"],"
-         "\"linear_conv_kernel_dim\":4,\"linear_head_dim\":64,\"linear_num_heads\":4,\"mlp_layer_types\":[\"dense\","
-         "\"sparse\",\"sparse\",\"sparse\"],\"model_max_length\":4096,\"max_position_embeddings\":null,"
-         "\"moe_renormalize\":true,\"norm_topk_prob\":null,\"num_expert_group\":4,\"n_group\":null,"
-         "\"num_experts_per_token\":3,\"num_experts_per_tok\":null,\"partial_rotary_factor\":null,"
-         "\"short_conv_kernel_size\":null}"},
-        {"glm5_next", "{\"linear_attn_config\":{\"head_dim\":32,\"num_heads\":4}}"},
-        {"glm5_next", "{\"linear_attn_config\":{\"head_dim\":32,\"num_heads\":4,\"gate_lower_bound\":null}}"},
-        {"glm5_next", "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4,\"layer_types\":["
-                      "\"linear_attention\",\"full_attention\",\"linear_attention\",\"indexed_attention\"]}"},
-        {"glm5_next", "{\"indexer_types\":null,\"mlp_layer_types\":[\"dense\",\"dense\",\"dense\",\"sparse\"]}"},
-        {"glm5_next_nvfp4", "{\"indexer_types\":null,\"index_topk_pattern\":\"FSF\"}"}};
-    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+    for (size_t i = 0; i < sizeof same_words / sizeof *same_words; i++) {
         struct hf h;
         char a[160], b[160];
-        hf_load(&h, c[i].fixture);
-        CHECK(!hf_convert_to(&h, "a.gguf"), "%s: %s", c[i].fixture, h.err);
+        hf_load(&h, same_words[i].fixture);
+        CHECK(!hf_convert_to(&h, "a.gguf"), "%s: %s", same_words[i].fixture, h.err);
         json_t *text = json_object_get(h.config, "text_config");
-        hf_set(text ? text : h.config, c[i].config);
-        CHECK(!hf_convert_to(&h, "b.gguf"), "%s: %s: %s", c[i].fixture, c[i].config, h.err);
+        hf_set(text ? text : h.config, same_words[i].config);
+        CHECK(!hf_convert_to(&h, "b.gguf"), "%s: %s: %s", same_words[i].fixture, same_words[i].config, h.err);
         snprintf(a, sizeof a, "%s/a.gguf", h.dir);
         snprintf(b, sizeof b, "%s/b.gguf", h.dir);
-        CHECK(same_bytes(a, b), "%s: %s: another file", c[i].fixture, c[i].config);
+        CHECK(same_bytes(a, b), "%s: %s: another file", same_words[i].fixture, same_words[i].config);
         hf_end(&h);
     }
 }
