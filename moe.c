@@ -1167,8 +1167,8 @@ struct attn {
     /* Queries grow with their position, see attn_temperature; temp_scale 0: they do not */
     float temp_scale;
     int temp_length;  /* tokens */
-    bool temp_smooth; /* they grow with every token; otherwise after every temp_length of them, */
-    bool temp_early;  /* a token before that */
+    bool temp_smooth; /* queries grow with every token; otherwise after every temp_length tokens */
+    bool temp_early;  /* queries grow one token before each multiple of temp_length */
     /* MIXER_REL, see forward_rel */
     int n_conv;              /* tokens under the short convolutions */
     int n_rel, extent;       /* values of a head's relative state; distances that have a bias, from 0 on */
@@ -1394,8 +1394,8 @@ struct layer {
     bool parallel;       /* the feed-forward reads what attention reads; both are added to the residual */
     bool result_norms;   /* what a half gives is normed before it is added to the residual */
     bool fused_up;       /* files have the rows of a dense feed-forward's gate before those of up, in ffn_up */
-    bool has_biases;     /* wo, the router and the experts have biases, */
-    bool out_bias;       /* or wo alone */
+    bool has_biases;     /* wo, the router and the experts have biases */
+    bool out_bias;       /* wo has a bias; the router and the experts have none */
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
     bool unit_norm;      /* norms of heads have no weights: they are 1 */
@@ -2123,9 +2123,9 @@ struct ngram {
 
 /* The norms of the residual. With the mean taken off an RMS norm is a LayerNorm (arXiv 1607.06450). */
 enum norm {
-    NORM_RMS,  /* x / rms(x) * weight */
-    NORM_MEAN, /* the same of x - mean(x); a file with the epsilon of an RMS norm has NORM_RMS */
-    NORM_BIAS  /* the same, then biases are added; after the weights of a norm, n of them, stand n biases */
+    NORM_RMS, /* x / rms(x) * weight */
+    NORM_MEAN, /* LayerNorm without biases: x - mean(x) in place of x. A file with the epsilon of RMS norms has NORM_RMS */
+    NORM_BIAS /* LayerNorm with biases. The n weights of a norm are followed by its n biases */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -2265,7 +2265,7 @@ static inline uint64_t layer_conditions(const struct model *m, const struct laye
 /* Whether what mixes the layer's tokens has a recurrent state, of the shape `delta`. */
 static inline bool layer_recurrent(const struct layer *l) { return l->mixer == MIXER_DELTA || l->mixer == MIXER_MAMBA; }
 
-/* The same, or whether it is a gated convolution, which has that shape, too. */
+/* Whether a layer has a convolution of the shape in struct delta: a recurrent mixer or a gated convolution. */
 static inline bool layer_convolves(const struct layer *l) { return layer_recurrent(l) || l->mixer == MIXER_CONV; }
 
 /* Channels before those of q, k and v in layer->conv, which has q, k, v, and of Mamba-2 v, k, q. */
@@ -5033,9 +5033,9 @@ static void layer_afmoe(struct loader *l, struct layer *layer, int il) {
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
-/* Reads the metadata of Llama 4: three layers of four are rotated and see the keys since the
- * last multiple of 8,192 tokens. The queries of the others grow with their position. Files of llama.cpp do not say so, and
- * mean that heads are normed after their rotation unless there are 128 experts. */
+/* Reads the metadata of Llama 4. Three layers of four are rotated and see the keys since the last multiple of 8,192
+ * tokens. In the others queries grow with their position. Files of llama.cpp have no key for the norms of heads: models
+ * with 128 experts have none. */
 static void read_llama4(struct loader *l) {
     l->rope_pairs = l->rope_factors = true;
     read_rotated_windows(l, 8192, false);
@@ -5082,16 +5082,16 @@ static void read_phimoe(struct loader *l) {
     read_gqa(l);
 }
 
-/* Reads the metadata of DBRX. */
-static void read_dbrx(struct loader *l) {
-    read_gqa(l);
-    l->attn.clip = loader_num(l, "attention.clamp_kqv");
-}
-
 /* A layer of Phi-3.5-MoE. */
 static void layer_phimoe(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
     layer->out_bias = true;
+}
+
+/* Reads the metadata of DBRX. */
+static void read_dbrx(struct loader *l) {
+    read_gqa(l);
+    l->attn.clip = loader_num(l, "attention.clamp_kqv");
 }
 
 /* A layer of DBRX. */

@@ -931,7 +931,7 @@ static struct checkpoint {
     bool (*lacks_kv)(int layer);    /* the block has a recurrent mixer or a gated convolution, and no KV head; NULL: all
                                       * have some */
     bool no_rope;                   /* latent attention has no rotated values */
-    bool unrotated;                 /* nor has attention of Granite 4, whose GGUF files say so */
+    bool unrotated;                 /* attention has no rotation, and GGUF files say so (Granite 4) */
     int full_head;                  /* values of a head in layers without a window; 0: as many as in the others */
     int n_head, n_head_kv;          /* heads of queries, of keys and values */
     int window_heads[2];            /* the same in layers with a window; 0: as many */
