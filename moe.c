@@ -66,7 +66,7 @@
  *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: n-grams                                150  the same of Qwen3.8-Flash-Next
  *   Families: the forward                            280  the forward of all. START HERE
- *   Model: layers and files                          660  binds layers, checks leftovers, opens files
+ *   Model: layers and files                          760  binds layers, checks leftovers, opens files
  *   Shards of a model                                300  what each rank holds
  *   Synthetic models: shapes                         450  --synth: shapes of real models
  *   Synthetic models: keys                           370  a text of keys becomes a header as of a file
@@ -1120,6 +1120,7 @@ struct weight {
     const float *bias;    /* (n_expert, n_out) rows bias_stride apart: added to the outputs; NULL: nothing is */
     int bias_stride;
     bool has_input_scale;             /* the file was made for 4-bit activations: it has NAME.input_scale */
+    bool exact_fp8;                   /* BF16 that a GPU keeps as E4M3, see find_exact_fp8 */
     const struct device_matrix *copy; /* the matrix on a GPU, in the model of a rank that runs there; otherwise NULL */
 };
 
@@ -3701,22 +3702,23 @@ enum {
 enum weight_format {
     FMT_FP4, /* 512 bytes of codes a tile, 64 of scales */
     FMT_Q8,  /* 1024 and 64 */
-    FMT_F16  /* 2048 bytes of halves */
+    FMT_F16, /* 2048 bytes of halves */
+    FMT_F8   /* 1024 bytes of E4M3 codes, 64 of scales */
 };
-enum { FMT_COUNT = FMT_F16 + 1, TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
-#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
-static_assert(FMT_COUNT == 3, "TILE_BYTES has every format");
+enum { FMT_COUNT = FMT_F8 + 1, TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
+#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_F16 ? 2048 : 1024)
+static_assert(FMT_COUNT == 4, "TILE_BYTES has every format");
 
-/* The format of a matrix whose type in the file is `type`. */
-static inline enum weight_format weight_format(enum gguf_type type) {
-    switch (type) {
+/* The format of a matrix. */
+static inline enum weight_format weight_format(const struct weight *w) {
+    switch (w->type) {
     case GGUF_NVFP4:
     case GGUF_MXFP4: return FMT_FP4;
     case GGUF_Q8_0: return FMT_Q8;
-    case GGUF_FP8:
-    case GGUF_FLOATS: return FMT_F16;
+    case GGUF_FP8: return FMT_F8;
+    case GGUF_FLOATS: return w->exact_fp8 ? FMT_F8 : FMT_F16;
     }
-    gguf_unexpected(__func__, type);
+    gguf_unexpected(__func__, w->type);
 }
 
 /* Tiles of all experts of a matrix. */
@@ -3733,7 +3735,7 @@ static inline size_t gpu_rounded(size_t n) {
 
 /* Bytes of a GPU's copy of a matrix without its biases; rounded: as the driver allocates its codes and scales. */
 static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
-    const enum weight_format f = weight_format(w->type);
+    const enum weight_format f = weight_format(w);
     const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
     size_t n = 0;
     for (int i = 0; i < 2; i++) n += rounded ? gpu_rounded(part[i]) : part[i];
@@ -7165,6 +7167,60 @@ static void model_advise(const struct model *m) {
     }
 }
 
+/* Whether n BF16 values are E4M3 codes times a power of two. The largest is then a code of 2^8 or, where its mantissa
+ * has no such code, of 2^7. */
+static bool bf16_is_fp8(const uint16_t *x, int n) {
+    int top = 0, bad = 0;
+    for (int i = 0; i < n; i++) top = int_max(top, x[i] & 0x7FFF);
+    const int unit = (top >> 7) - ((top & 0x7F) > 0x60 ? 7 : 8) - 9; /* exponent of the smallest code's value */
+    if (!top) return true;
+    if (unit < -8 || top >= 0x7F80) return false; /* the factor would be a subnormal, or there is no finite one */
+    for (int i = 0; i < n; i++) {
+        const int exponent = x[i] >> 7 & 0xFF, mantissa = 0x80 | (x[i] & 0x7F); /* times 2^(exponent - 7) */
+        const int low = int_min(8, int_max(4, unit + 7 - exponent));            /* bits that a code does not have */
+        bad |= (x[i] & 0x7FFF) && (!exponent || mantissa & ((1 << low) - 1));
+    }
+    return !bad;
+}
+
+/* The same of a BF16 matrix, each row and TILE_COLS columns with a power of two of its own. */
+static bool weight_is_fp8(const struct weight *w) {
+    int other = 0; /* a row is not */
+    if (w->type != GGUF_BF16 || !w->data || w->row_run || w->col_run) return false;
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < w->n_expert * w->n_out; i++) {
+        int seen;
+#pragma omp atomic read
+        seen = other;
+        const uint16_t *row = (const uint16_t *)(w->data + (size_t)(i / w->n_out) * w->expert_bytes +
+                                                 (size_t)(i % w->n_out) * w->row_bytes);
+        for (int k = 0; k < w->n_in && !seen; k += TILE_COLS)
+            seen = !bf16_is_fp8(row + k, int_min(TILE_COLS, w->n_in - k));
+#pragma omp atomic
+        other |= seen;
+    }
+    return !other;
+}
+
+/* Marks the BF16 matrices besides routed experts that a GPU can keep as E4M3 exactly: those of releases in FP8 whose
+ * scales are powers of two. Matrices that one product reads together are marked together. A matrix that is not so
+ * fails in its first rows; another one is read as a whole, as its upload does. */
+static void find_exact_fp8(struct model *m) {
+    struct weight *const whole[] = {&m->embd, &m->output, &m->hc_head.down, &m->hc_head.up};
+    if (m->synthetic || m->gguf.header_only) return; /* there are no values */
+    for (int i = 0; i < 4; i++) whole[i]->exact_fp8 = weight_is_fp8(whole[i]);
+    for (int il = 0; il < model_blocks(m); il++) {
+        struct layer *layer = &m->layers[il];
+        for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
+            if (rule->kind == TENSOR_MATRIX && !rule_routed(rule) && rule->field != NOT_BOUND)
+                rule_weight(rule, layer)->exact_fp8 = weight_is_fp8(rule_weight(rule, layer));
+        struct weight *const joined[][2] = {{&layer->gate, &layer->up}, {&layer->sh_gate, &layer->sh_up}};
+        for (int i = 0; i < 2; i++)
+            if (joined[i][0]->data && joined[i][0]->exact_fp8 != joined[i][1]->exact_fp8)
+                joined[i][0]->exact_fp8 = joined[i][1]->exact_fp8 = false;
+    }
+}
+
 /* Opens, maps and binds a model file, or with `header` its header alone. 0, or -1 with a message that begins with the
  * path. */
 static int model_open(struct model *m, const char *path, bool header, char *err) {
@@ -7232,6 +7288,7 @@ static void weight_columns(struct weight *w, struct range s) {
     if (!w->data) return;
     w->data += gguf_row_bytes(w->type, (size_t)s.first);
     w->n_in = s.n;
+    if (s.first % TILE_COLS || s.run % TILE_COLS || s.stride % TILE_COLS) w->exact_fp8 = false;
     if (s.run == s.n) return;
     w->col_run = s.run;
     w->col_run_bytes = gguf_row_bytes(w->type, (size_t)s.stride);
@@ -24725,7 +24782,8 @@ static const char jsonl_details[] =
     "code is 1.\n";
 
 static const char plan_details[] = "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o\n"
-                                   "header.gguf). --synth takes a known shape. Without --gpus the plan is for the\n"
+                                   "header.gguf), which cannot say what of its BF16 a GPU would keep as FP8.\n"
+                                   "--synth takes a known shape. Without --gpus the plan is for the\n"
                                    "GPUs of this machine, or for its CPU.\n"
                                    "\n"
                                    "  --gpus 0,1        plan for these GPUs of this machine\n"
@@ -32794,6 +32852,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
         note("--n-cpu-moe has no effect: the model is dense");
     else if ((set->n_cpu_moe || set->cpu_moe) && !gpu)
         note("--n-cpu-moe has no effect without a GPU: the CPU computes all layers");
+    if (gpu) find_exact_fp8(&e->model);
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"
@@ -35736,6 +35795,7 @@ static int run_plan(struct engine *e) {
     else if (!set->model) model_missing(true);
     else if (model_open(&e->model, set->model, true, err)) die("%s", err);
     engine_drafts(e);
+    if (gpu) find_exact_fp8(&e->model);
     const int code = mode_plan(&e->model, set, gpu, list.device, described ? 0 : list.n);
     model_free(&e->model);
     return code;

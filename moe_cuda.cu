@@ -467,8 +467,9 @@ static void errors_clear() {
  *                         4 bytes each; fp4_pair tells which nibble holds which of the 8 columns
  *   FMT_Q8,  1024 bytes   h 0, then h 1; in each lane 0 .. lane 31, 16 bytes each: [row g] [row g+8], 8 codes (+ 128)
  *   FMT_F16, 2048 bytes   k16-steps 0 .. 3; in each lane 0 .. lane 31, 16 bytes each: registers a0 a1 a2 a3 of mma_f16
+ *   FMT_F8,  1024 bytes   as FMT_Q8, E4M3 codes
  *   scales,    64 bytes   4 bytes a row, rows in the order 0 8 1 9 .. 7 15. FP4: 4 UE4M3, one per 16 columns;
- *                         Q8: 2 F16, one per 32 columns; F16 has none
+ *                         Q8: 2 F16, one per 32 columns; F8: an F32; F16 has none
  *
  * One m16n8k64 takes a whole FP4 tile. m16n8k16 takes it in four k16-steps s. The order of k inside a product is free
  * as long as both operands use it, so step s uses the columns c = 32 (s / 2) + 8t + 4 (s % 2) of lane t: c, c+1 (a0,
@@ -521,8 +522,14 @@ DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
     return f16x2_mul(b | b << 16, 0x78007800u);
 }
 
-/* Makes the A fragment of one k16-step (a constant after unrolling). c: the lane's 16 bytes, for Q8 two of them, for
- * F16 four; s: the scales of rows g and g + 8; t = lane % 4. */
+/* Converts 2 E4M3 codes to halves times the F32 scale: the same halves as F16 has of these weights. */
+DEVICE uint32_t fp8_pair(uint16_t codes, float scale) {
+    const uint32_t v = e4m3x2_to_f16x2(codes);
+    return f32_to_f16x2(half_to_f32((uint16_t)v) * scale, half_to_f32((uint16_t)(v >> 16)) * scale);
+}
+
+/* Makes the A fragment of one k16-step (a constant after unrolling). c: the lane's 16 bytes, for Q8 and F8 two of them,
+ * for F16 four; s: the scales of rows g and g + 8; t = lane % 4. */
 template <int FMT>
 DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
     int h = step >> 1, q = 2 * (step & 1);
@@ -543,6 +550,13 @@ DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32
         a[2] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4342), bias);
         a[1] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4140), bias);
         a[3] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4342), bias);
+    } else if constexpr (FMT == FMT_F8) {
+        const uint32_t lo = q ? c[h].y : c[h].x, hi = q ? c[h].w : c[h].z;
+        const float s0 = __uint_as_float(s.x), s1 = __uint_as_float(s.y);
+        a[0] = fp8_pair((uint16_t)lo, s0);
+        a[2] = fp8_pair((uint16_t)(lo >> 16), s0);
+        a[1] = fp8_pair((uint16_t)hi, s1);
+        a[3] = fp8_pair((uint16_t)(hi >> 16), s1);
     } else {
         static_assert(FMT == FMT_F16, "no other format");
         a[0] = c[step].x;
@@ -554,7 +568,7 @@ DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32
 
 /* Returns one weight of expert 0, all scales applied: for single rows of the embedding. */
 DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col) {
-    static_assert(FMT_COUNT == 3, "device_matrix_value reads every format");
+    static_assert(FMT_COUNT == 4, "device_matrix_value reads every format");
     size_t tile = tile_index(w, 0, row / TILE_ROWS) + (size_t)(col / TILE_COLS);
     int g = row & 7, hi = row >> 3 & 1, h = col >> 5 & 1, lane = 4 * g + (col >> 3 & 3), i = col & 7;
     const uint8_t *c = w.codes + tile * (size_t)TILE_BYTES(w.fmt);
@@ -566,6 +580,8 @@ DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col
         v = half_to_f32((uint16_t)half) * half_to_f32((uint16_t)scale) * 32768.0f;
     } else if (w.fmt == FMT_Q8) {
         v = (float)(c[512 * h + 16 * lane + 8 * hi + i] - 128) * half_to_f32(((const uint16_t *)s)[h]);
+    } else if (w.fmt == FMT_F8) {
+        v = half_to_f32((uint16_t)fp8_pair(c[512 * h + 16 * lane + 8 * hi + i], *(const float *)s));
     } else {
         v = half_to_f32(
             ((const uint16_t *)c)[(512 * (2 * h + (i >> 2)) + 16 * lane) / 2 + 2 * (hi + (i & 2)) + (i & 1)]);
@@ -585,17 +601,35 @@ struct repack {
     size_t row_bytes;
     enum gguf_type type;
     int e0, n_e, rt0, n_rt;
-    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
+    int shift; /* F16, F8: halves are weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
     float factor;       /* 2^shift */
     float decode_scale; /* of the format: what the expansion to halves leaves out */
 };
+
+/* The value of the E4M3 code in the low byte. */
+DEVICE float e4m3_value(uint32_t code) { return half_to_f32((uint16_t)e4m3x2_to_f16x2((uint16_t)(code & 0xFFu))); }
+
+/* The block of column col of an FP8 row. */
+DEVICE const uint8_t *raw_fp8(const uint8_t *row, int col) {
+    return row + col / FP8_BLOCK * (int)sizeof(struct block_fp8);
+}
+
+/* The bits of the power of two that makes E4M3 codes of BF16 values, see bf16_is_fp8; top: bits of the largest. */
+DEVICE uint32_t fp8_unit(uint32_t top) { return top ? ((top >> 7) - ((top & 0x7Fu) > 0x60u ? 7 : 8)) << 23 : 0; }
+
+/* The codes of 4 BF16 values that are such codes times the power of two of these bits. */
+DEVICE uint32_t bf16_codes(const uint16_t *x, uint32_t unit) {
+    const float f = unit ? __uint_as_float((254u << 23) - unit) : 0; /* 1 / unit */
+    return f32_to_e4m3x2(bf16_value(x[0]) * f, bf16_value(x[1]) * f) |
+           (uint32_t)f32_to_e4m3x2(bf16_value(x[2]) * f, bf16_value(x[3]) * f) << 16;
+}
 
 /* Reads a weight of an F32, F16, BF16 or FP8 row. */
 DEVICE float raw_float(enum gguf_type type, const uint8_t *row, int col) {
     if (type == GGUF_F32) return ((const float *)row)[col];
     if (type == GGUF_FP8) {
-        const uint8_t *b = row + col / FP8_BLOCK * (int)sizeof(struct block_fp8);
-        return half_to_f32((uint16_t)e4m3x2_to_f16x2(b[4 + col % FP8_BLOCK])) * *(const float *)b;
+        const uint8_t *b = raw_fp8(row, col);
+        return e4m3_value(b[4 + col % FP8_BLOCK]) * *(const float *)b;
     }
     uint16_t h = ((const uint16_t *)row)[col];
     return type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
@@ -653,11 +687,21 @@ DEVICE uint32_t fp4_divide(uint32_t codes, int n) {
 template <class ROW_OF>
 DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt, const struct device_matrix &w,
                         size_t tile, uint32_t &top, uint32_t &low) {
-    static_assert(GGUF_FORMAT_COUNT == 7 && FMT_COUNT == 3, "repack_tile reads and writes every format");
+    static_assert(GGUF_FORMAT_COUNT == 7 && FMT_COUNT == 4, "repack_tile reads and writes every format");
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     uint32_t *codes = (uint32_t *)(w.codes + tile * (size_t)TILE_BYTES(w.fmt));
     uint8_t *scales = w.scales + tile * TILE_SCALES + 8 * g;
+    uint32_t largest[2] = {}; /* bits of |value|, of rows g and g + 8 */
     top = low = 0;
+    for (int i = 0; i < 2 && w.fmt == FMT_F8 && r.type == GGUF_BF16; i++) {
+        const uint16_t *src = (const uint16_t *)row_of(g + 8 * i);
+        for (int k = 0; k < 16 && g + 8 * i < n_row; k++) {
+            const int col = kt * TILE_COLS + 16 * t + k;
+            if (col < w.n_in) largest[i] = max(largest[i], src[col] & 0x7FFFu);
+        }
+        largest[i] = max(largest[i], __shfl_xor_sync(~0u, largest[i], 1));
+        largest[i] = max(largest[i], __shfl_xor_sync(~0u, largest[i], 2));
+    }
     for (int i = 0; i < 4; i++) {
         const int hi = i >> 1, h = i & 1;
         const int row = g + 8 * hi, col = kt * TILE_COLS + 32 * h + 8 * t;
@@ -689,6 +733,20 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
             to[128 * h + hi] = q[0];
             to[128 * h + hi + 1] = q[1];
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
+        } else if (w.fmt == FMT_F8) {
+            const uint32_t scale = r.type == GGUF_BF16 ? fp8_unit(largest[hi])
+                                   : in                ? *(const uint32_t *)raw_fp8(src, col)
+                                                       : 0;
+            for (int k = 0; k < 2; k++) {
+                const uint32_t q = !in ? 0
+                                   : r.type == GGUF_BF16
+                                       ? bf16_codes((const uint16_t *)src + col + 4 * k, scale)
+                                       : *(const uint32_t *)(raw_fp8(src, col) + 4 + col % FP8_BLOCK + 4 * k);
+                to[128 * h + hi + k] = q;
+                for (int i = 0; i < 4; i++)
+                    top = max(top, __float_as_uint(fabsf(e4m3_value(q >> 8 * i) * __uint_as_float(scale))));
+            }
+            if (!t && !h) *(float *)(scales + 4 * hi) = __uint_as_float(scale) * r.factor;
         } else {
             for (int k = 0; k < 8; k += 2) { /* k16-steps 2h and 2h + 1, registers hi and hi + 2 */
                 float x = in ? raw_float(r.type, src, col + k) : 0;
@@ -701,7 +759,7 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
 }
 
 /* Makes tiles of rows of the file, of experts that have different places in w: expert e that of e % n_held. For formats
- * that may not represent all values it maximizes range[0..1]: F16: [0] bits of the largest |weight|; MXFP4: [0] the
+ * that may not represent all values it maximizes range[0..1]: F16, F8: [0] bits of the largest |weight|; MXFP4: [0] the
  * largest exponent, [1] 255 - the smallest.
  * Grid: tiles / 8, block: 256, one warp per tile. Reads and writes each matrix once; the PCIe upload is slower. */
 __global__ void __launch_bounds__(256)
@@ -2380,9 +2438,10 @@ DEVICE void gemv_stream(const struct device_matrix &w, int k0, int k1, const JOB
 /* Calls f with the format of a matrix as a compile-time constant. */
 template <class F>
 DEVICE void with_format(enum weight_format fmt, F f) {
-    static_assert(FMT_COUNT == 3, "with_format calls f with every format");
+    static_assert(FMT_COUNT == 4, "with_format calls f with every format");
     if (fmt == FMT_FP4) f(std::integral_constant<int, FMT_FP4>());
     else if (fmt == FMT_Q8) f(std::integral_constant<int, FMT_Q8>());
+    else if (fmt == FMT_F8) f(std::integral_constant<int, FMT_F8>());
     else f(std::integral_constant<int, FMT_F16>());
 }
 
@@ -3746,6 +3805,7 @@ static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
     case FMT_FP4: gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s); break;
     case FMT_Q8: gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s); break;
     case FMT_F16: gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s); break;
+    case FMT_F8: gemm_choose<FMT_F8, 4, 2, 4, 2>(g, glu, s); break;
     }
 }
 
@@ -3785,7 +3845,7 @@ __global__ void __launch_bounds__(256)
         uint16_t code = m > 0 ? f32_to_e4m3x2(m / 6.0f / row_scale, 0) & 0xFF : 0;
         scales[b] = (uint8_t)code;
         if (b >= n_kt * 4) continue; /* the row of scales is longer than that of codes */
-        const float scale = half_to_f32((uint16_t)e4m3x2_to_f16x2(code)) * row_scale;
+        const float scale = e4m3_value(code) * row_scale;
         const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
         /* Correctly rounded quotients from the correctly rounded reciprocal: a product, its error, a correction. */
         UNROLL for (int i = 0; i < 16; i++) {
@@ -6205,7 +6265,7 @@ struct mla_buffers {
 };
 
 /* to (n_expert, n_out, n_in), FMT_F16, = the transposed matrices of `from` (n_expert, n_in, n_out). Both have the same
- * factors of results. Exact but for Q8_0, whose weights are rounded to halves.
+ * factors of results. Exact but for Q8_0 and FP8, whose weights are rounded to halves.
  * Grid: tiles of `to`, block: 256, 4 weights a thread. Bound by the latency of single reads: 5 to 10 us. */
 __global__ void __launch_bounds__(256) k_transpose(struct device_matrix from, struct device_matrix to) {
     grid_dependency_launch();
@@ -9644,7 +9704,7 @@ static void cuda_mtp_input(struct rank *r, const struct step *s) {
 
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
 static void profile_matrices(const struct device_matrix *w, double count, double more) {
-    static const char *const format[] = {"fp4", "q8", "f16"};
+    static const char *const format[] = {"fp4", "q8", "f16", "f8"};
     static_assert(sizeof format / sizeof *format == FMT_COUNT, "every format has a name");
     profile_next(count * w->n_rt * w->n_kt * (TILE_BYTES(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
                  "%.0f of %dx%d %s", count, w->n_out, w->n_in, format[w->fmt]);
@@ -11463,7 +11523,7 @@ static struct device_matrix *matrix_allocate(struct rank *r, const struct layer 
     struct cuda *c = r->cuda;
     struct device_matrix *d = (struct device_matrix *)host_memory(1, sizeof *d);
     arrput(c->copies, d);
-    d->fmt = weight_format(w->type);
+    d->fmt = weight_format(w);
     d->n_out = w->n_out;
     d->n_in = w->n_in;
     d->n_expert = w->n_expert;
@@ -11491,7 +11551,7 @@ static void matrix_repack(struct rank *r, struct device_matrix *d, struct repack
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "repacking weights");
 }
 
-/* Reads what k_repack found of the matrix that was repacked, and clears it. F16: range[0] is the bits of the largest
+/* Reads what k_repack found of the matrix that was repacked, and clears it. F16, F8: range[0] is the bits of the largest
  * |weight|; MXFP4: the largest exponent byte, and 255 - the smallest. False after an error. */
 static bool matrix_range(struct rank *r, uint32_t range[2]) {
     struct cuda *c = r->cuda;

@@ -1526,6 +1526,84 @@ static void test_cuda_forward(void) {
     }
 }
 
+/* Makes all FP8 weights of a model BF16; `rows` has what must be freed. */
+static void widen_fp8(struct model *m, uint8_t ***rows) {
+    struct weight **all = NULL, *const whole[] = {&m->embd, &m->output};
+    for (int i = 0; i < 2; i++) arrput(all, whole[i]);
+    for (int il = 0; il < model_blocks(m); il++)
+        for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
+             rule = rule_next(rule, &m->layers[il]))
+            if (rule_is_weight(rule)) arrput(all, rule_weight(rule, &m->layers[il]));
+    for (size_t i = 0; i < arrlenu(all); i++) {
+        struct weight *w = all[i];
+        const size_t n_row = (size_t)w->n_expert * (size_t)w->n_out, n_in = (size_t)w->n_in;
+        if (!w->data || w->type != GGUF_FP8) continue;
+        uint16_t *wide = xmalloc(n_row * n_in * sizeof *wide);
+        float *row = xmalloc(n_in * sizeof *row);
+        for (size_t k = 0; k < n_row * n_in; k++) {
+            if (k % n_in == 0) gguf_dequantize_row(GGUF_FP8, w->data + k / n_in * w->row_bytes, row, n_in);
+            wide[k] = bf16_from_f32(row[k % n_in]);
+        }
+        free(row);
+        arrput(*rows, (uint8_t *)wide);
+        w->type = GGUF_BF16, w->data = (const uint8_t *)wide;
+        w->row_bytes = n_in * sizeof *wide, w->expert_bytes = (size_t)w->n_out * w->row_bytes;
+    }
+    arrfree(all);
+}
+
+/* A GPU multiplies by the same halves whether a model has E4M3 codes with scales that are powers of two, or their values
+ * in BF16, which it keeps as E4M3 or as halves: logits have the same bits. */
+static void test_cuda_fp8(void) {
+    /* clang-format off */
+    static const struct synth shapes[] = {
+        {"heads", "qwen2moe", .keys =
+            "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 expert_count=4 "
+            "expert_used_count=2 expert_feed_forward_length=256 expert_shared_feed_forward_length=384 vocab_size=200 "
+            "context_length=256", .ff_type = GGUF_FP8, .backbone = GGUF_FP8},
+        {"latents", "deepseek2", .keys =
+            "block_count=2 embedding_length=256 attention.head_count=2 attention.head_count_kv=1 "
+            "attention.q_lora_rank=128 attention.kv_lora_rank=128 attention.key_length_mla=96 "
+            "attention.value_length_mla=64 rope.dimension_count=64 "
+            "leading_dense_block_count=1 feed_forward_length=256 expert_count=4 expert_used_count=2 "
+            "expert_feed_forward_length=128 expert_shared_count=1 expert_gating_func=2 vocab_size=200 "
+            "context_length=256", .ff_type = GGUF_FP8, .backbone = GGUF_FP8}};
+    /* clang-format on */
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        struct model m[2];
+        uint8_t **rows = NULL;
+        float *logits[3];
+        memset(m, 0, sizeof m);
+        cuda_test_begin(3);
+        for (int k = 0; k < 2; k++) {
+            synth_make(&m[k], &shapes[i], NULL, false);
+            for (uint32_t t = 0; t < m[k].gguf.n_tensors; t++) {
+                const struct gguf_tensor *x = &m[k].gguf.tensors[t];
+                struct block_fp8 *b = (struct block_fp8 *)(uintptr_t)x->data;
+                for (size_t j = 0; x->type == GGUF_FP8 && j < x->bytes / sizeof *b; j++)
+                    memcpy(b[j].d, &(float){ldexpf(1, -14 - (int)(j % 3))}, sizeof b[j].d);
+            }
+        }
+        widen_fp8(&m[1], &rows);
+        logits[0] = forward_logits(&m[0], KV_BF16, false);
+        logits[1] = forward_logits(&m[1], KV_BF16, false);
+        find_exact_fp8(&m[1]);
+        CHECK(m[1].embd.exact_fp8 && m[1].layers[1].wo.exact_fp8 && m[1].layers[1].sh_up.exact_fp8 &&
+                  !m[1].layers[1].up.exact_fp8,
+              "%s: other matrices are kept as E4M3", shapes[i].name);
+        logits[2] = forward_logits(&m[1], KV_BF16, false);
+        for (int k = 1; k < 3; k++)
+            for (int f = 0, v = 2 * m->n_vocab + 1; f < 9 && logits[0] && logits[k]; f++)
+                CHECK(!memcmp(logits[k] + f * v, logits[0] + f * v, (size_t)v * sizeof *logits[k]),
+                      "%s: forward %d in BF16%s has other logits than in FP8", shapes[i].name, f,
+                      k == 2 ? ", kept as E4M3," : "");
+        for (int k = 0; k < 3; k++) free(logits[k]);
+        for (size_t k = 0; k < arrlenu(rows); k++) free(rows[k]);
+        arrfree(rows);
+        for (int k = 0; k < 2; k++) model_free(&m[k]);
+    }
+}
+
 /* Keys chosen one by one and in blocks: operations against a CPU's, and whole forwards. */
 void cuda_test_sparse(void) {
     static const int n[] = {40, 17, 9, 1, 0};
@@ -1746,7 +1824,7 @@ void bench_decode_free(struct model *m) { model_free(m); }
 /* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of
  * 0.025, times 2^8, no two tiles alike, zeros beyond the matrix. */
 static void tiny_matrix(struct engine *e, const struct weight *w, const char *what) {
-    const enum weight_format fmt = weight_format(w->type);
+    const enum weight_format fmt = weight_format(w);
     const uint16_t zero = fmt == FMT_Q8 ? 0x8080 : 0, unit = f16_from_f32(0.025f / 128);
     size_t n_kt = ((size_t)w->n_in + 63) / 64, n_rt = ((size_t)w->n_out + 15) / 16,
            tiles = n_kt * n_rt * (size_t)w->n_expert, each = TILE_BYTES(fmt), zeros = 0, same = 0, bad = 0;
@@ -1766,9 +1844,9 @@ static void tiny_matrix(struct engine *e, const struct weight *w, const char *wh
         bad += h != unit && h;
     }
     CHECK(!same && !bad, "%s, %s: %zu tiles repeat, %zu values are out of range", e->model.name, what, same, bad);
-    /* of the values themselves few are zero: pairs of bytes in FP4 and Q8_0, halves elsewhere */
+    /* of the values themselves few are zero: pairs of bytes in FP4, Q8_0 and FP8, halves elsewhere */
     size_t outside = (n_kt * n_rt * 1024 - (size_t)w->n_in * (size_t)w->n_out) * (size_t)w->n_expert;
-    outside /= fmt == FMT_FP4 ? 4 : fmt == FMT_Q8 ? 2 : 1;
+    outside /= fmt == FMT_FP4 ? 4 : fmt == FMT_F16 ? 1 : 2;
     CHECK(zeros >= outside && zeros <= outside + tiles * each / 2 / 1000 + 2, "%s, %s: %zu zeros, %zu beyond",
           e->model.name, what, zeros, outside);
     size_t filled = 0;
@@ -3502,7 +3580,7 @@ static void test_cuda_feed_forwards(void) {
         CHECK(e > 1e-3, "%s: NMSE %.3g without it", c->shape.name, e);
         free(x[0]), free(x[1]);
         pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_F16, n);
-        if (fp4 && weight_format(m.layers[m.n_layer - 1].gate.type) == FMT_FP4)
+        if (fp4 && weight_format(&m.layers[m.n_layer - 1].gate) == FMT_FP4)
             pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_FP4, wide);
         if (c->limit > 0 && c->limit < 1) stats_agree(&m, c->shape.name, ids);
 #ifdef SIMULATED
@@ -3671,7 +3749,7 @@ static void test_cuda_decode_bench(void) {
         {"cuda/results", cuda_test_results}, {"cuda/ngrams", cuda_test_ngrams}, {"cuda/wide", test_cuda_wide},         \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
+        {"cuda/fp8", test_cuda_fp8}, {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards}, \
         {"cuda/parts", test_cuda_parts}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
         {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
         {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite},           \

@@ -152,6 +152,12 @@ static const struct {
                     {GGUF_F16, "F16"},     {GGUF_F32, "F32"},     {GGUF_FP8, "FP8"}};
 static_assert(sizeof matrix_types / sizeof *matrix_types == GGUF_FORMAT_COUNT, "the tests multiply every format");
 
+static enum weight_format type_format(enum gguf_type type) {
+    struct weight w = {};
+    w.type = type;
+    return weight_format(&w);
+}
+
 /* n weights of a row, as in a file. The exponents of MXFP4 are 108 + octaves and up to `span` - 1 more; `size`: of the largest of the plain
  * formats. */
 static void random_row(uint8_t *row, enum gguf_type type, int n, int octaves, float size, int span) {
@@ -237,7 +243,8 @@ struct matrix {
         for (int i = 0; i < n_expert * n_out; i++) {
             gguf_dequantize_row(type, &raw[(size_t)i * w.row_bytes], row.data(), (size_t)n_in);
             for (float x : row) {
-                if (d.fmt == FMT_F16) x = f16_to_f32(f16_from_f32(x / d.decode_scale)) * d.decode_scale;
+                if (d.fmt == FMT_F16 || d.fmt == FMT_F8)
+                    x = f16_to_f32(f16_from_f32(x / d.decode_scale)) * d.decode_scale;
                 v.push_back((double)x * (double)scale[(size_t)(i / n_out)]);
             }
         }
@@ -546,7 +553,7 @@ extern "C" void cuda_test_gemm(void) {
     /* the experts of gpt-oss and Step-3.5: limits that clip about half of what there is, biases that matter, rows of 45
      * tiles, as many rows as a rank of four has */
     for (auto &type : matrix_types)
-        for (int a4 = 0; a4 <= (fp4 && weight_format(type.type) == FMT_FP4); a4++) {
+        for (int a4 = 0; a4 <= (fp4 && type_format(type.type) == FMT_FP4); a4++) {
             run_gemm(
                 {"OAI", type.type, a4 > 0, true, LIST, 5, 200, 72, {0, 1, 17, TN + 1, 40}, false, true, true, low});
             run_gemm({"clamped", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, true, true, clamp});

@@ -234,6 +234,36 @@ static void test_kernels_choice(void) {
     }
 }
 
+/* Which rows of BF16 are E4M3 codes times a power of two: all codes with all of them, and what no code has. */
+static void test_kernels_exact_fp8(void) {
+    enum { N = 64 };
+    uint16_t x[N] = {0};
+    uint64_t rng = 3;
+    CHECK(bf16_is_fp8(x, N), "zeros are no codes");
+    for (int e = -100; e <= 100; e++) {
+        int at = 0;
+        for (int i = 0; i < N; i++) {
+            const uint8_t code = (uint8_t)rng_next(&rng), no_nan = (code & 0x7f) == 0x7f ? 0x7e : code;
+            x[i] = bf16_from_f32(ldexpf(e4m3_to_f32(no_nan), e));
+            if ((x[i] & 0x7fff) > (x[at] & 0x7fff)) at = i;
+        }
+        CHECK(bf16_is_fp8(x, N), "codes times 2^%d", e);
+        x[at] ^= 1 << e % 4 * (e > 0); /* the largest gets five to eight bits */
+        CHECK(!bf16_is_fp8(x, N), "times 2^%d, one of more than four bits", e);
+    }
+    static const struct {
+        float a, b;
+        bool exact;
+    } pairs[] = {{448, 0x1p-9f, true},   {480, 0x1p-9f, false},        {480, 0x1p-8f, true},  {240, 0x1p-9f, true},
+                 {256, 0x1p-10f, false}, {1, INFINITY, false},         {0x1p-130f, 0, false}, {0x1p-119f, 0, false},
+                 {0x1p-118f, 0, true},   {0x1.8p127f, 0x1p110f, true}, {0x1p-131f, 1, false}, {1, NAN, false}};
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+        uint16_t two[2] = {bf16_from_f32(pairs[i].a), bf16_from_f32(-pairs[i].b)};
+        CHECK(bf16_is_fp8(two, 2) == pairs[i].exact, "%g and %g: exact %d", (double)pairs[i].a, (double)pairs[i].b,
+              !pairs[i].exact);
+    }
+}
+
 /* All scale bytes and all codes: with the unit matrix as activations the result is the matrix of weights. */
 static void test_kernels_scales(void) {
     enum { N_IN = 128, N_OUT = 256, TYPES = 3 };
@@ -534,9 +564,10 @@ static void test_kernels_delta(void) {
         }
 }
 
-#define TESTS_KERNELS                                                                           \
-    {"kernels/gemm", test_kernels_gemm}, {"kernels/choice", test_kernels_choice},               \
-        {"kernels/scales", test_kernels_scales}, {"kernels/extremes", test_kernels_extremes},   \
-        {"kernels/pack", test_kernels_pack}, {"kernels/conversions", test_kernels_conversions}, \
-        {"kernels/vectors", test_kernels_vectors}, {"kernels/delta", test_kernels_delta},       \
-        {"kernels/sgemm", test_kernels_sgemm}, {"kernels/transpose", test_kernels_transpose},
+#define TESTS_KERNELS                                                                                 \
+    {"kernels/gemm", test_kernels_gemm}, {"kernels/choice", test_kernels_choice},                     \
+        {"kernels/scales", test_kernels_scales}, {"kernels/exact-fp8", test_kernels_exact_fp8},       \
+        {"kernels/extremes", test_kernels_extremes}, {"kernels/pack", test_kernels_pack},             \
+        {"kernels/conversions", test_kernels_conversions}, {"kernels/vectors", test_kernels_vectors}, \
+        {"kernels/delta", test_kernels_delta}, {"kernels/sgemm", test_kernels_sgemm},                 \
+        {"kernels/transpose", test_kernels_transpose},
