@@ -219,7 +219,7 @@ static void test_ranks_blocks(void) {
     struct synth shape = {"blocks", "qwen2moe",
                           .keys = "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 "
                                   "expert_count=4 expert_used_count=2 expert_feed_forward_length=384 "
-                                  "expert_shared_feed_forward_length=384 vocab_size=200 context_length=256",
+                                  "expert_shared_count=1 vocab_size=200 context_length=256",
                           .ff_type = GGUF_FP8, .backbone = GGUF_FP8};
     struct model m = {0};
     int32_t ids[N];
