@@ -709,12 +709,13 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
         const bool in = row < n_row && col < w.n_in;
         uint32_t *to = codes + 4 * lane + hi;
         if (w.fmt == FMT_FP4) {
-            const uint32_t read = in ? raw_fp4(r.type == GGUF_NVFP4, src, col) : 0;
-            const int x = in && r.type == GGUF_MXFP4 ? src[col / 32 * 17] - r.shift : 0;
+            const bool nv = r.type == GGUF_NVFP4;
+            const uint32_t read = in ? raw_fp4(nv, src, col) : 0;
+            const int x = in && !nv ? src[col / 32 * 17] - r.shift : 0;
             to[2 * h] = x < -9 ? fp4_divide(read, min(-9 - x, 5)) : read;
             if (t & 1) continue; /* one lane per 16 columns writes the scale */
             uint8_t s = 0;
-            if (in && r.type == GGUF_NVFP4) {
+            if (in && nv) {
                 s = src[col / 64 * 36 + col % 64 / 16];
                 if (s == 0x7F) s = 0; /* NaN: other readers of this format read 0, too */
             } else if (in) {
@@ -2052,13 +2053,16 @@ __global__ void __launch_bounds__(256) k_gated_conv(const __grid_constant__ stru
     if (i >= a.n || t >= a.batch.at->n_tok) return;
     const struct run &u = a.batch.run(t);
     const int pos = run_base(u) + t;
-    auto input = [&](int lag) {
-        const float4 v = *(const float4 *)(conv_row(a.conv, u, t, pos, pos - lag) + i);
-        if (pos - lag < u.pos) return v; /* of the ring */
-        const float4 g = *(const float4 *)(a.before + (size_t)(t - lag) * a.before_stride + i);
+    auto gated = [&](int row) {
+        const float4 v = *(const float4 *)(a.conv.x + (size_t)row * a.conv.stride + i);
+        const float4 g = *(const float4 *)(a.before + (size_t)row * a.before_stride + i);
         return make_float4(g.x * v.x, g.y * v.y, g.z * v.z, g.w * v.w);
     };
-    const float4 own = input(0);
+    auto input = [&](int lag) {
+        if (pos - lag >= u.pos) return gated(t - lag);
+        return *(const float4 *)(ring_at(u, a.conv.ring, pos - lag) + i);
+    };
+    const float4 own = gated(t);
     if (a.convolves) {
         const float *taps = a.taps + (size_t)i * DELTA_TAPS + DELTA_TAPS - 1; /* a token's own */
         float4 y = make_float4(0, 0, 0, 0);

@@ -561,6 +561,7 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"GELU", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, false, true, gelu});
             run_gemm({"ReLU", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, false, true, relu});
             run_gemm({"GELU, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {70}, true, false, false, gelu});
+            run_gemm({"ReLU, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {70}, true, false, false, relu});
             run_gemm({"weighted later",
                       type.type,
                       a4 > 0,
@@ -588,6 +589,7 @@ extern "C" void cuda_test_gemm(void) {
                 if (!a4 || dense) continue;
                 run_gemm({"capped", type, true, true, mode, 1, 24, 4096, {n}, true, false, false, capped});
                 run_gemm({"GELU", type, true, true, mode, 1, 24, 4096, {n}, true, false, false, gelu});
+                run_gemm({"ReLU", type, true, true, mode, 1, 24, 4096, {n}, true, false, false, relu});
                 run_gemm({"squared", type, true, false, mode, 1, 40, 4096, {n}, true, false, false, {}, 0, true});
             }
     run_gemm({"gpt-oss", GGUF_MXFP4, false, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
@@ -2100,9 +2102,10 @@ static void run_attention_forms() {
             c.n_tok = two ? 1 : 2, c.pos = 1700, c.sinks = true, c.several = !two;
             c.gates = two ? SIGMOID_HEADS : SOFTPLUS_VALUES, c.prefill = false;
             run_attention(c);
-            c.gates = two ? NO_GATES : Q_GATES, c.sinks = false, c.splits = 64, c.several = false;
+            c.gates = two ? SOFTPLUS_VALUES : Q_GATES, c.sinks = false, c.splits = 64, c.several = false;
             run_attention(c);
             c.n_tok = 17, c.pos = 900, c.top_k = 160, c.prefill = true, c.splits = 1;
+            c.gates = two ? NO_GATES : Q_GATES;
             run_attention(c);
         }
         c = {};

@@ -463,8 +463,8 @@ static void run_rope_gqa(const struct rope_case &c) {
            c.rope, c.pairs, c.fp8, c.norm, c.grows, sum.nmse(), bad);
 }
 
-/* Latent attention in prefill. */
-static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
+/* Latent attention in prefill. grows: queries do with the position, and the batch is one of several runs. */
+static void run_rope_mla(bool fp8, int nope, int latent, int rope, bool grows = false) {
     enum { TOKENS = 2, HEADS = 5, POS = 5 };
     const int d = nope + rope, key = latent + rope;
     test_cache k(POS + TOKENS, latent, ATTN_GROUP, fp8), v(POS + TOKENS, rope, rope, false);
@@ -478,7 +478,7 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q16 = q16, r.q_rope = y;
     r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
     r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope;
-    r.eps = 1e-6f;
+    r.eps = 1e-6f, r.batch.several = grows, r.temp_scale = grows ? 0.1f : 0, r.temp_length = 3;
     k.forget(POS, TOKENS), v.forget(POS, TOKENS);
     q.d.arrive(), kv.d.arrive();
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(HEADS, 4), TOKENS), 128, 0, test_stream, r);
@@ -492,18 +492,21 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
         for (int i = 0; i < rope; i++) want.push_back(mla_turned(kv.row(t, 0) + latent, cs, sn, rope, t, i));
         bad += !row_near(k.p, &k.value[(size_t)((POS + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
         bad += !row_near(v.p, &v.value[(size_t)((POS + t) * rope)], want);
+        const double growth = grows ? 1 + 0.1 * log1p((POS + t) / r.temp_length) : 1;
         for (int h = 0; h < HEADS; h++)
             for (int i = 0; i < d; i++) {
                 const size_t row = (size_t)(t * HEADS + h);
                 const float *x = q.row(t, h);
-                if (i < nope) bad += own[row * (size_t)d + (size_t)i] != f16_from_f32(x[i]);
+                const uint16_t plain = own[row * (size_t)d + (size_t)i];
+                if (i < nope && !grows) bad += plain != f16_from_f32(x[i]);
+                else if (i < nope) sum.add((double)f16_to_f32(plain), growth * (double)x[i]);
                 else
                     sum.add((double)f16_to_f32(rotated[row * (size_t)key + (size_t)(latent + i - nope)]),
-                            mla_turned(x + nope, cs, sn, rope, t, i - nope));
+                            growth * mla_turned(x + nope, cs, sn, rope, t, i - nope));
             }
     }
-    expect(sum.nmse() < 1e-6 && !bad, "fp8 %d, %d + %d of %d latents: NMSE %.1e, %d wrong", fp8, nope, rope, latent,
-           sum.nmse(), bad);
+    expect(sum.nmse() < 1e-6 && !bad, "fp8 %d, %d + %d of %d latents, growth %d: NMSE %.1e, %d wrong", fp8, nope, rope,
+           latent, grows, sum.nmse(), bad);
 }
 
 /* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
@@ -622,7 +625,7 @@ extern "C" void cuda_test_rotations(void) {
         run_rope_gqa({512, 512, 512, 512, false, fp8, true, 0, true});
         run_rope_gqa({512, 512, 512, 512, true, fp8, !fp8, 0, false, true});
         run_rope_gqa({256, 256, 256, 256, false, fp8, true, 64, true});
-        run_rope_mla(fp8, 128, 512, 64), run_rope_mla(fp8, 200, 4000, 1000);
+        run_rope_mla(fp8, 128, 512, 64), run_rope_mla(fp8, 128, 512, 64, true), run_rope_mla(fp8, 200, 4000, 1000);
     }
 }
 
