@@ -5019,6 +5019,18 @@ static void read_afmoe(struct loader *l) {
     l->m->embd_scale = sqrtf((float)l->m->n_embd);
 }
 
+/* Reads the metadata of Maple. */
+static void read_maple(struct loader *l) {
+    read_rotated_windows(l, KEY_REQUIRED, false);
+    read_clamps(l);
+}
+
+/* A layer of Maple. */
+static void layer_maple(struct loader *l, struct layer *layer, int il) {
+    layer_gqa(l, layer, il);
+    layer_clamps(l, layer, il, glu_clamp_silu);
+}
+
 /* Reads the metadata of SmallThinker, some of which have no windows. */
 static void read_smallthinker(struct loader *l) { read_rotated_windows(l, 0, true); }
 
@@ -6437,6 +6449,8 @@ static const struct family families[] = {
      .read = read_exaone,   .layer = layer_gqa},
     {.arch = "afmoe",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_afmoe,    .layer = layer_afmoe},
+    {.arch = "maple",     .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_maple,    .layer = layer_maple},
     {.arch = "cohere2moe", .gating = GATING_SIGMOID, .norm_topk_prob = false, .norm = NORM_MEAN, .no_mtp = true,
      .read = read_cohere2moe, .layer = layer_cohere2moe},
     {.arch = "dbrx",      .gating = GATING_SOFTMAX, .norm_topk_prob = true, .norm = NORM_MEAN,
@@ -7770,6 +7784,11 @@ static const struct synth synths[] = {
      "expert_used_count=8 expert_feed_forward_length=1024 expert_shared_count=1 vocab_size=200192 "
      "expert_weights_scale=2.826 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=10000", .head_gate = true,
      .value_gate = true},
+    {"maple-preview", "maple", .keys =
+     "context_length=128000 embedding_length=2048 block_count=24 attention.head_count=16 attention.head_count_kv=4 "
+     "attention.sliding_window=512 attention.sliding_window_pattern=1:1:1:0* attention.key_length=128 "
+     "attention.value_length=128 rope.dimension_count=64 expert_count=256 expert_used_count=8 "
+     "expert_feed_forward_length=512 swiglu_clamp_exp=7 vocab_size=151936 rope.freq_base=10000"},
     {"qwen3-vl-30b-a3b", "qwen3vlmoe", .keys =
      "context_length=262144 embedding_length=2048 block_count=48 attention.head_count=32 attention.head_count_kv=4 "
      "attention.key_length=128 attention.value_length=128 expert_count=128 expert_used_count=8 "
@@ -24886,13 +24905,14 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v2,\n"
                                     "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
-                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite, ling-flash-2,\n"
-                                    "granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
-                                    "k-exaone-236b-a23b, trinity-mini, qwen3-vl-30b-a3b, north-mini-code,\n"
-                                    "phi-3.5-moe, dbrx-132b, smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b,\n"
-                                    "qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
-                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
-                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite,\n"
+                                    "ling-flash-2, granite-4.0-h-small, granite-swash-3b-a600m,\n"
+                                    "granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini, maple-preview,\n"
+                                    "qwen3-vl-30b-a3b, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
+                                    "smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
+                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
                                     "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
                                     "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
                                     "glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b, nemotron-3-nano-30b-a3b or\n"

@@ -3424,6 +3424,15 @@ static const struct renaming dbrx_names[] = {{"self_attn.qkv_proj", "norm_attn_n
                                              {"model.norm", "model.norm_f", EVERYWHERE},
                                              {NULL, NULL, EVERYWHERE}};
 
+/* Writes the limits of Maple's experts, which its code has and config.json has not. */
+static void put_maple(void) {
+    float limits[MAX_LAYERS];
+    for (int l = 0; l < src.n_layer; l++) limits[l] = 7;
+    kv_array("swiglu_clamp_exp", GGUF_V_F32, src.n_layer, limits);
+}
+static const struct renaming maple_names[] = {{"model.embed_tokens", "model.word_embeddings", EVERYWHERE},
+                                              {NULL, NULL, EVERYWHERE}};
+
 /* Whether a layer of SmallThinker has a window. */
 static bool is_windowed_smallthinker(int layer) {
     return json_element(get_list(src.cfg, "sliding_window_layout"), (size_t)layer) == 1;
@@ -4305,6 +4314,11 @@ static const struct release {
      .src = {.arch = "dbrx", .renaming = dbrx_names, .layers = "blocks.", .is_dense = is_dense_never,
              .experts_key = "num_local_experts", .width_key = "ffn_hidden_size", .flat_experts = true,
              .norm_key = "", .norm_topk_prob = true, .eps = 1e-5, .put = put_dbrx}},
+    {.type = "maple",
+     .fixed = "use_bias false use_qk_norm true num_shared_experts 0 first_k_dense_replace 0 "
+              "moe_router_enable_expert_bias false nope_on_global_attention true norm_topk_prob true",
+     .src = {.arch = "maple", .renaming = maple_names, .is_dense = is_dense_never, .is_windowed = is_windowed_typed,
+             .experts_key = "num_experts", .norm_topk_prob = true, .partial = true, .put = put_maple}},
     {.type = "smallthinker", .config = config_smallthinker,
      .fixed = "moe_enable_early_router true moe_enable_secondary_experts false moe_shared_primary_experts 0 "
               "use_qk_norm false norm_topk_prob true",
@@ -6940,16 +6954,16 @@ static const struct manual manual = {
              "Models: qwen3_moe, qwen3_vl_moe, qwen3_vl_moe_text, qwen3_5_moe,\n"
              "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
              "qwen4_exp_text, deepseek_v3, deepseek_v2, deepseek, deepseek_v32, deepseek_v4,\n"
-             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, solar_open,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe, bailing_moe,\n"
-             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid,\n"
-             "granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe, dbrx, lfm2_moe,\n"
-             "smallthinker, llama4, llama4_text, phimoe, gpt_oss, minimax_m2, minimax_m3_vl,\n"
-             "minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral, mistral3, ministral3,\n"
-             "mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
-             "step3p7, laguna, mellum, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
-             "glm5_next, inkling2, inkling2_text, inkling2_loop, inkling2_loop_text,\n"
-             "nemotron_h.\n"
+             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
+             "solar_open, glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
+             "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
+             "granitemoehybrid, granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe,\n"
+             "dbrx, lfm2_moe, maple, smallthinker, llama4, llama4_text, phimoe, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
+             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
+             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16, or FP8 stays with --backbone fp8. BF16, F16 and F32 are kept. Norms and\n"
              "routers become F32.\n",

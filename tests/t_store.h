@@ -82,6 +82,7 @@ static void test_store_bits(void) {
                                         "cohere2_moe",
                                         "dbrx_nvfp4",
                                         "lfm2_moe",
+                                        "maple_nvfp4",
                                         "smallthinker_nvfp4",
                                         "llama4_nvfp4",
                                         "phimoe",

@@ -484,7 +484,7 @@ def rules(config, layer):
     dense = "qwen3", "qwen2", "llama", "mistral", "ministral3", "glm4"
     if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
                     "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash", "hunyuan_v1_moe", "granitemoe",
-                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "cohere2_moe", "phimoe", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
+                    "granitemoeshared", "granitemoehybrid", "bailing_moe_v2", "sarvam_moe", "exaone_moe", "afmoe", "cohere2_moe", "phimoe", "maple", "qwen3_vl_moe_text", "mellum", "deepseek", "bailing_moe", "granitemoe_swa",
                     "solar_open"):
         return None
     windowed = layer is not None and config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
@@ -540,6 +540,9 @@ def rules(config, layer):
         r |= dict(turned=head if windowed or dense else 0, rope={**rope, **config.get("rope_parameters", {})}, pairs=True,
                   score="sigmoid" if config["expert_selection_fn"] == "sigmoid" else "chosen", sparse=not dense,
                   shared="mlp.shared_experts.", share=0.5, parallel=True)
+    if kind == "maple":
+        r |= dict(turned=int(head * config["partial_rotary_factor"]) if windowed else 0, norm="head",
+                  activation=lambda gate, up: silu(np.minimum(gate, 7)) * np.clip(up, -7, 7))
     if kind == "phimoe":
         r |= dict(at="block_sparse_moe.", names=("w1", "w3", "w2"), score="mixer", renorm=False)
     if kind.startswith("granitemoe"):

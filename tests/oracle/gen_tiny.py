@@ -415,6 +415,21 @@ def smallthinker(kinds, **changes):
             "torch_dtype": "bfloat16", "vocab_size": VOCAB, **changes}
 
 
+def maple(kinds, **changes):
+    """config.json in the words of Maple.  kinds: L for a layer with a window, G for one without."""
+    return {"architectures": ["MapleForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT, "dtype": "bfloat16",
+            "eos_token_id": IM_END, "first_k_dense_replace": 0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 64,
+            "initializer_range": 0.02, "intermediate_size": 192,
+            "layer_types": [{"L": "sliding", "G": "full"}[k] + "_attention" for k in kinds],
+            "max_position_embeddings": 4096, "model_type": "maple", "moe_intermediate_size": 64,
+            "moe_router_enable_expert_bias": False, "nope_on_global_attention": True, "norm_topk_prob": True,
+            "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": len(kinds),
+            "num_key_value_heads": 2, "num_shared_experts": 0, "pad_token_id": EOT, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000, "router_dtype": "fp32",
+            "sliding_window": 8, "tie_word_embeddings": False, "use_bias": False, "use_qk_norm": True,
+            "vocab_size": VOCAB, **changes}
+
+
 def llama4(**changes):
     """The text part of Llama 4's configuration."""
     return {"attention_bias": False, "attention_chunk_size": 16, "attention_dropout": 0.0, "attn_scale": 0.1,
@@ -1062,6 +1077,7 @@ HUB_NAMES = {
         (r"\.(\w+)_message_gate\.", r".controllers.\1."), (r"\.down_proj\.weight", ".down_weight"),
         (r"\.forget_gate_proj\.weight", ".forget_weight"), (r"\.message_gate_proj\.weight", ".gain_weight")],
     "nemotron_h": [(r"^model\.", "backbone.")], "nemotron_h saved": [],
+    "maple": [(r"\.embed_tokens\.", ".word_embeddings.")],
     "smallthinker": [(r"\.block_sparse_moe\.gate\.", ".block_sparse_moe.primary_router."),
                      (r"(\.experts\.\d+\.\w+)_proj", r"\1")],
     "lfm2_moe": [(r"(\.experts\.\d+)\.gate_proj", r"\1.w1"), (r"(\.experts\.\d+)\.up_proj", r"\1.w3"),
@@ -1400,6 +1416,12 @@ SPECS = {
                             moe_num_primary_experts=6, moe_primary_router_apply_softmax=True, num_attention_heads=3,
                             num_key_value_heads=1, sliding_window_size=4096, tie_word_embeddings=True),
         declare="modelopt_experts", store=[(r"\.experts\.\d+\.", "nvfp4")]),
+    "maple": dict(config=maple("LLLG"), positions=72, loud=r"(gate|up)_proj\.weight$", quiet=r"down_proj\.weight$"),
+    "maple_nvfp4": dict(
+        config=maple("GL", hidden_size=128, moe_intermediate_size=128, num_attention_heads=3, num_experts=6,
+                     num_experts_per_tok=2, num_key_value_heads=1, partial_rotary_factor=1.0, rms_norm_eps=1e-5,
+                     sliding_window=20, rope_theta=500000),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")], loud=r"(gate|up)_proj\.weight$", quiet=r"down_proj\.weight$"),
     "lfm2_moe": dict(config=lfm2("CAC"), positions=72),
     "lfm2_moe_nvfp4": dict(
         config=lfm2("CCAC", conv_L_cache=4, hidden_size=192, moe_intermediate_size=128, norm_topk_prob=False,
@@ -1981,84 +2003,110 @@ class Rms(torch.nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-class ThinkerRouter(torch.nn.Module):
-    """The router of SmallThinker: the best experts by their logits, weighted by a softmax or normed sigmoids of these."""
+def traits(config):
+    """What a model does that transformers does not have, by its release's own code.
+    windows, turned: keys that the layers' tokens see, None for all, and values of a head that they rotate
+    weigh, join      weights of the chosen experts by their logits; gate and up
+    early            the router reads what comes into the layer, without a norm"""
+    t = types.SimpleNamespace(at="mlp", head=config["head_dim"], head_norm=False, early=False,
+                              weigh=lambda best: best.softmax(-1))
+    if config["model_type"] == "smallthinker":
+        normed = lambda best: best.sigmoid() / best.sigmoid().sum(-1, keepdim=True)
+        t.at, t.early, t.join = "block_sparse_moe", True, lambda gate, up: gate.relu() * up
+        t.weigh = t.weigh if config["moe_primary_router_apply_softmax"] else normed
+        t.n, t.k, t.width = (config[k] for k in (
+            "moe_num_primary_experts", "moe_num_active_primary_experts", "moe_ffn_hidden_size"))
+        t.windows = [config["sliding_window_size"] if w else None for w in config["sliding_window_layout"]]
+        t.turned = [t.head * turns for turns in config["rope_layout"]]
+    if config["model_type"] == "maple":
+        silu = torch.nn.functional.silu
+        t.head_norm, t.join = True, lambda gate, up: silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+        t.n, t.k, t.width = (config[k] for k in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+        t.windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in config["layer_types"]]
+        t.turned = [int(t.head * config["partial_rotary_factor"]) if w else 0 for w in t.windows]
+    return t
 
-    def __init__(self, config):
+
+class OwnRouter(torch.nn.Module):
+    """A router that chooses the experts with the best logits."""
+
+    def __init__(self, config, t):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(config["moe_num_primary_experts"], config["hidden_size"]))
-        self.k, self.softmax = config["moe_num_active_primary_experts"], config["moe_primary_router_apply_softmax"]
+        self.weight, self.t = torch.nn.Parameter(torch.empty(t.n, config["hidden_size"])), t
 
     def forward(self, x):
         logits = x @ self.weight.T
-        best = logits.topk(self.k)
-        weight = best.values.softmax(-1) if self.softmax else best.values.sigmoid()
-        return logits, weight / weight.sum(-1, keepdim=True), best.indices
+        best = logits.topk(self.t.k)
+        return logits, self.t.weigh(best.values), best.indices
 
 
-class ThinkerExperts(torch.nn.Module):
-    def __init__(self, config):
+class OwnExperts(torch.nn.Module):
+    def __init__(self, config, t):
         super().__init__()
-        n, width, hidden = (config[k] for k in ("moe_num_primary_experts", "moe_ffn_hidden_size", "hidden_size"))
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(n, 2 * width, hidden))
-        self.down_proj = torch.nn.Parameter(torch.empty(n, hidden, width))
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(t.n, 2 * t.width, config["hidden_size"]))
+        self.down_proj, self.t = torch.nn.Parameter(torch.empty(t.n, config["hidden_size"], t.width)), t
 
     def forward(self, x, weight, chosen):
         out = torch.zeros_like(x)
         for e in chosen.unique():
             token, place = torch.where(chosen == e)
-            gate, up = (x[token] @ self.gate_up_proj[e].T).chunk(2, -1)
-            out.index_add_(0, token, weight[token, place, None] * ((gate.relu() * up) @ self.down_proj[e].T))
+            joined = self.t.join(*(x[token] @ self.gate_up_proj[e].T).chunk(2, -1))
+            out.index_add_(0, token, weight[token, place, None] * (joined @ self.down_proj[e].T))
         return out
 
 
-class ThinkerLayer(torch.nn.Module):
-    def __init__(self, config, layer):
+class OwnLayer(torch.nn.Module):
+    def __init__(self, config, t, layer):
         super().__init__()
         linear = lambda rows, cols: torch.nn.Linear(cols, rows, bias=False)
-        hidden, self.head = config["hidden_size"], config["head_dim"]
-        q, kv = (self.head * config[k] for k in ("num_attention_heads", "num_key_value_heads"))
-        self.window = config["sliding_window_size"] if config["sliding_window_layout"][layer] else None
-        self.turns = config["rope_layout"][layer]
-        self.self_attn, self.block_sparse_moe = torch.nn.Module(), torch.nn.Module()
+        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        q, kv = (t.head * config[k] for k in ("num_attention_heads", "num_key_value_heads"))
+        self.window, self.turned, self.t = t.windows[layer], t.turned[layer], t
+        self.self_attn, mixture = torch.nn.Module(), torch.nn.Module()
         self.self_attn.q_proj, self.self_attn.o_proj = linear(q, hidden), linear(hidden, q)
         self.self_attn.k_proj, self.self_attn.v_proj = linear(kv, hidden), linear(kv, hidden)
-        self.self_attn.scaling = self.head**-0.5
-        self.block_sparse_moe.gate, self.block_sparse_moe.experts = ThinkerRouter(config), ThinkerExperts(config)
-        self.input_layernorm = Rms(hidden, config["rms_norm_eps"])
-        self.post_attention_layernorm = Rms(hidden, config["rms_norm_eps"])
+        if t.head_norm:
+            self.self_attn.q_norm, self.self_attn.k_norm = Rms(t.head, eps), Rms(t.head, eps)
+        self.self_attn.scaling = t.head**-0.5
+        mixture.gate, mixture.experts = OwnRouter(config, t), OwnExperts(config, t)
+        setattr(self, t.at, mixture)
+        self.input_layernorm, self.post_attention_layernorm = Rms(hidden, eps), Rms(hidden, eps)
 
-    def attention(self, x, cos, sin):
-        n, own = len(x), self.self_attn
-        q, k, v = (p(x).reshape(n, -1, self.head).transpose(0, 1) for p in (own.q_proj, own.k_proj, own.v_proj))
-        if self.turns:
-            half = lambda t: torch.cat([-t[..., self.head // 2:], t[..., :self.head // 2]], -1)
-            q, k = (t * cos + half(t) * sin for t in (q, k))
+    def attention(self, x, angle):
+        n, own, half = len(x), self.self_attn, self.turned // 2
+        q, k, v = (p(x).reshape(n, -1, self.t.head).transpose(0, 1) for p in (own.q_proj, own.k_proj, own.v_proj))
+        if self.t.head_norm:
+            q, k = own.q_norm(q), own.k_norm(k)
+        if half:
+            cos, sin = angle.cos(), angle.sin()
+            q, k = (torch.cat([a * cos - b * sin, b * cos + a * sin, t[..., 2 * half:]], -1)
+                    for t, a, b in ((t, t[..., :half], t[..., half:2 * half]) for t in (q, k)))
         k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
         distance = torch.arange(n)[:, None] - torch.arange(n)
         unseen = (distance < 0) | (distance >= (self.window or n))
         score = (q @ k.mT * own.scaling).masked_fill(unseen, -math.inf)
         return own.o_proj((score.softmax(-1) @ v).transpose(0, 1).reshape(n, -1))
 
-    def forward(self, x, cos, sin):
-        _, weight, chosen = self.block_sparse_moe.gate(x)
-        x = x + self.attention(self.input_layernorm(x), cos, sin)
-        return x + self.block_sparse_moe.experts(self.post_attention_layernorm(x), weight, chosen)
+    def forward(self, x, angle):
+        mixture, read = getattr(self, self.t.at), x
+        x = x + self.attention(self.input_layernorm(x), angle)
+        h = self.post_attention_layernorm(x)
+        _, weight, chosen = mixture.gate(read if self.t.early else h)
+        return x + mixture.experts(h, weight, chosen)
 
 
-class SmallThinker(torch.nn.Module):
-    """SmallThinker, which transformers does not have, by the releases' own modeling code: the router reads what comes into
-    the layer, without a norm."""
+class OwnModel(torch.nn.Module):
+    """A model that transformers does not have."""
 
     def __init__(self, config):
         super().__init__()
-        hidden, vocab, self.model = config["hidden_size"], config["vocab_size"], torch.nn.Module()
+        hidden, vocab, self.model, t = config["hidden_size"], config["vocab_size"], torch.nn.Module(), traits(config)
         self.model.embed_tokens = torch.nn.Embedding(vocab, hidden)
-        self.model.layers = torch.nn.ModuleList(ThinkerLayer(config, i) for i in range(config["num_hidden_layers"]))
+        self.model.layers = torch.nn.ModuleList(OwnLayer(config, t, i) for i in range(config["num_hidden_layers"]))
         self.model.norm = Rms(hidden, config["rms_norm_eps"])
         self.lm_head = torch.nn.Linear(hidden, vocab, bias=False)
         self.tied, self.config = config["tie_word_embeddings"], types.SimpleNamespace(**config)
-        inverse = config["rope_theta"] ** (-torch.arange(0, config["head_dim"], 2, dtype=torch.float) / config["head_dim"])
+        inverse = config["rope_theta"] ** (-torch.arange(0, max(t.turned), 2, dtype=torch.float) / max(t.turned))
         self.model.rotary_emb = types.SimpleNamespace(inv_freq=inverse, attention_scaling=1.0)
 
     def tie_weights(self):
@@ -2066,12 +2114,12 @@ class SmallThinker(torch.nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids, **_):
-        angle = torch.outer(torch.arange(input_ids.shape[1]).float(), self.model.rotary_emb.inv_freq).repeat(1, 2)
+        angle = torch.outer(torch.arange(input_ids.shape[1]).float(), self.model.rotary_emb.inv_freq)
         rows = []
         for ids in input_ids:
             x = self.model.embed_tokens(ids)
             for layer in self.model.layers:
-                x = layer(x, angle.cos(), angle.sin())
+                x = layer(x, angle)
             rows.append(self.lm_head(self.model.norm(x)))
         return types.SimpleNamespace(logits=torch.stack(rows))
 
@@ -2080,8 +2128,8 @@ def make_model(config):
     """The transformers model of a configuration in hub form."""
     if config["model_type"] in ("deepseek", "bailing_moe"):
         return make_composed(config)
-    if config["model_type"] == "smallthinker":
-        return SmallThinker(config).eval()
+    if config["model_type"] in ("smallthinker", "maple"):
+        return OwnModel(config).eval()
     known = reference_config(config)
     cls = getattr(transformers, known["architectures"][0])
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
