@@ -66,7 +66,7 @@
  *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: n-grams                                150  the same of Qwen3.8-Flash-Next
  *   Families: the forward                            280  the forward of all. START HERE
- *   Model: layers and files                          760  binds layers, checks leftovers, opens files
+ *   Model: layers and files                          910  binds layers, checks leftovers, the nearest family, opens files
  *   Shards of a model                                300  what each rank holds
  *   Synthetic models: shapes                         450  --synth: shapes of real models
  *   Synthetic models: keys                           370  a text of keys becomes a header as of a file
@@ -7044,18 +7044,140 @@ static void model_close(struct model *m) {
     memset(m, 0, sizeof *m);
 }
 
+/* Interprets the metadata of a file as its family does and binds the tensors. */
+static void loader_bind(struct loader *l) {
+    struct model *m = l->m;
+    if (!l->failed && !l->g->n_tensors) loader_fail(l, "the file holds a vocabulary but no tensors");
+    l->used = xcalloc(l->g->n_tensors + 1u, sizeof *l->used);
+    if (!l->failed) loader_hparams(l);
+    loader_mtp_layers(l);
+    const struct gguf_tensor *embd = loader_tensor(l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
+    if (embd && embd->ne[1] > MAX_EMBD_ROWS)
+        loader_fail(l, "tensor 'token_embd.weight' has %llu rows, expected at most %d", (unsigned long long)embd->ne[1],
+                    MAX_EMBD_ROWS);
+    m->n_vocab = embd && !l->failed ? (int)embd->ne[1] : 0;
+    loader_weight(l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
+    loader_weight(l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
+    if (!m->output.data) m->output = m->embd;
+    if (m->family && m->family->head_bias) m->output.bias = loader_vector(l, "output.bias", m->n_vocab, 1, false);
+    if (!m->hc_low && m->family && m->family->last_norm)
+        m->output_norm = loader_vector(l, m->family->last_norm, m->n_embd, 1, false);
+    else if (!m->hc_low) m->output_norm = loader_norm(l, "output_norm", m->n_embd);
+    if (l->logit_scale > 0) loader_divide(l, &m->output_norm, m->n_embd, l->logit_scale);
+    if (m->n_hc && family_reads_last(m->family)) loader_hc(l);
+    if (m->n_res) m->read_end = loader_vector(l, "output_res.weight", m->n_embd, 1, false);
+    if (m->n_res) m->embd_norm = loader_vector(l, "token_embd_norm.weight", m->n_embd, 1, false);
+    if (m->n_ngram) loader_ngrams(l);
+    if (!l->failed) loader_layers(l);
+    if (!l->failed) model_max_dims(m);
+}
+
+enum { DIFFERENCES = 4 /* that a message names */ };
+
+/* How a file differs from those of a family. */
+struct difference {
+    const struct family *family;
+    int far; /* keys and tensors of the file that the family does not read, those of all layers once, and a refusal */
+    int n;   /* those that it does not know */
+    int n_lacks;       /* keys that the family looks up and the file does not have */
+    char names[320];   /* the first few of these */
+    char err[ERR_MAX]; /* the first key or tensor that the family refuses; "": none */
+};
+
+/* Counts a name, a key or a tensor of a layer without the layer's number; `unknown`: and says it. */
+static void difference_add(struct difference *d, struct gguf_str **seen, const char *what, struct gguf_str name,
+                           bool unknown) {
+    char text[64];
+    for (size_t i = 0; i < arrlenu(*seen); i++)
+        if ((*seen)[i].n == name.n && !memcmp((*seen)[i].p, name.p, name.n)) return;
+    arrput(*seen, name);
+    d->far++;
+    const size_t at = strlen(d->names);
+    if (unknown && d->n++ < DIFFERENCES)
+        snprintf(d->names + at, sizeof d->names - at, "%s%s '%s'", at ? ", " : "", what,
+                 gguf_printable(name, text, sizeof text));
+}
+
+/* Whether some family has a tensor of that name in its layers. */
+static bool tensor_known(struct gguf_str name) {
+    for (int i = 0; i < TENSOR_RULES; i++) {
+        const char *known = tensor_rules[i].name;
+        const size_t n = known ? strlen(known) : 0;
+        if (n && name.n >= n && !memcmp(name.p, known, n) &&
+            (name.n == n || gguf_str_eq((struct gguf_str){name.p + n, name.n - n}, ".weight")))
+            return true;
+    }
+    return false;
+}
+
+/* Reads a file of an architecture that is not known as a family would. After what that refuses nothing is read: tensors
+ * of other families are then not called unknown. */
+static void family_difference(const struct gguf *g, const char *arch, struct difference *d) {
+    struct model m = {.gguf = *g, .family = d->family, .shard = {0, 1, 0, 1}};
+    struct loader l = {.m = &m, .g = g, .arch = arch, .err = d->err};
+    struct gguf_str *keys = NULL, *tensors = NULL;
+    const size_t prefix = strlen(arch) + 1;
+    const int told = (int)(key_rule_of("vocab_size") - key_rules); /* tensors tell what the rows from here on say */
+    loader_bind(&l);
+    for (int rule = 0; rule < KEY_RULES; rule++) d->n_lacks += l.asked[rule];
+    for (uint32_t i = 0; i < g->n_kv; i++) {
+        struct gguf_str key = g->kv[i].key;
+        int rule = 0;
+        if (key.n <= prefix || memcmp(key.p, arch, prefix - 1) || key.p[prefix - 1] != '.') continue;
+        key.p += prefix;
+        key.n -= prefix;
+        while (rule < KEY_RULES && !gguf_str_eq(key, key_rules[rule].suffix)) rule++;
+        if (rule < KEY_RULES) d->n_lacks -= l.asked[rule];
+        if (rule < told ? !l.asked[rule] : rule == KEY_RULES) difference_add(d, &keys, "key", key, true);
+    }
+    for (uint32_t i = 0; i < g->n_tensors; i++) {
+        struct gguf_str name = g->tensors[i].name;
+        const char *dot = name.n > 4 && !memcmp(name.p, "blk.", 4) ? memchr(name.p + 4, '.', name.n - 4) : NULL;
+        if (l.used[i]) continue;
+        if (dot) name = (struct gguf_str){dot + 1, name.n - (size_t)(dot + 1 - name.p)};
+        difference_add(d, &tensors, "tensor", name, !d->err[0] || (dot && !tensor_known(name)));
+    }
+    d->far += d->err[0] != 0;
+    arrfree(keys);
+    arrfree(tensors);
+    for (size_t i = 0; i < arrlenu(m.owned); i++) free(m.owned[i]);
+    arrfree(m.owned);
+    free(l.used);
+}
+
+/* Refuses a file of an architecture that is not known, by the family whose files differ least from it. */
+static void loader_refuse(struct loader *l, struct gguf_str s) {
+    char arch[64], known[ERR_MAX], prefix[80], more[32] = "";
+    struct difference best = {.far = INT_MAX}, d;
+    bool keys = false;
+    gguf_printable(s, arch, sizeof arch);
+    snprintf(prefix, sizeof prefix, "%s.", arch);
+    for (uint32_t i = 0; i < l->g->n_kv; i++)
+        keys |= l->g->kv[i].key.n > strlen(prefix) && !memcmp(l->g->kv[i].key.p, prefix, strlen(prefix));
+    for (int i = 0; i < FAMILIES && keys; i++) {
+        d = (struct difference){.family = &families[i]};
+        family_difference(l->g, arch, &d);
+        if (d.far < best.far || (d.far == best.far && d.n_lacks < best.n_lacks)) best = d;
+    }
+    if (best.family && best.n > DIFFERENCES) snprintf(more, sizeof more, " and %d more", best.n - DIFFERENCES);
+    if (!best.family) loader_fail(l, "the architecture '%s' is not supported; known are %s", arch, family_names(known));
+    else if (best.n)
+        loader_fail(l, "the architecture '%s' is not supported; the nearest is %s, which does not know %s%s%s%s", arch,
+                    best.family->arch, best.names, more, best.err[0] ? "; " : "", best.err);
+    else
+        loader_fail(l, "the architecture '%s' is not supported; the nearest is %s%s%s", arch, best.family->arch,
+                    best.err[0] ? ", but " : ", which knows all of its keys and tensors", best.err);
+}
+
 /* Finds the family of the file. Its metadata come next, by loader_hparams. */
 static void loader_begin(struct loader *l) {
     struct model *m = l->m;
     struct gguf_str s = {"", 0};
-    char text[64], known[ERR_MAX];
     m->shard = (struct shard){0, 1, 0, 1};
     if (!gguf_get_str(l->g, "general.architecture", &s))
         loader_fail(l, "metadata key 'general.architecture' is missing");
     m->family = family_find(s);
-    if (!m->family)
-        loader_fail(l, "the architecture '%s' is not supported; known are %s", gguf_printable(s, text, sizeof text),
-                    family_names(known));
+    if (!l->failed && !m->family) loader_refuse(l, s);
     l->arch = m->family ? m->family->arch : "";
 }
 
@@ -7065,31 +7187,9 @@ static int model_tensors(struct model *m, char *err) {
     struct loader l = {.m = m, .g = &m->gguf, .err = err};
     struct gguf_str s = {"", 0};
     loader_begin(&l);
-    if (!l.failed && !l.g->n_tensors) loader_fail(&l, "the file holds a vocabulary but no tensors");
-    l.used = xcalloc(l.g->n_tensors + 1u, sizeof *l.used);
     gguf_get_str(l.g, "general.name", &s);
     gguf_printable(s, m->name, sizeof m->name);
-    if (!l.failed) loader_hparams(&l);
-    loader_mtp_layers(&l);
-    const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
-    if (embd && embd->ne[1] > MAX_EMBD_ROWS)
-        loader_fail(&l, "tensor 'token_embd.weight' has %llu rows, expected at most %d",
-                    (unsigned long long)embd->ne[1], MAX_EMBD_ROWS);
-    m->n_vocab = embd && !l.failed ? (int)embd->ne[1] : 0;
-    loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
-    loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
-    if (!m->output.data) m->output = m->embd;
-    if (m->family && m->family->head_bias) m->output.bias = loader_vector(&l, "output.bias", m->n_vocab, 1, false);
-    if (!m->hc_low && m->family && m->family->last_norm)
-        m->output_norm = loader_vector(&l, m->family->last_norm, m->n_embd, 1, false);
-    else if (!m->hc_low) m->output_norm = loader_norm(&l, "output_norm", m->n_embd);
-    if (l.logit_scale > 0) loader_divide(&l, &m->output_norm, m->n_embd, l.logit_scale);
-    if (m->n_hc && family_reads_last(m->family)) loader_hc(&l);
-    if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
-    if (m->n_res) m->embd_norm = loader_vector(&l, "token_embd_norm.weight", m->n_embd, 1, false);
-    if (m->n_ngram) loader_ngrams(&l);
-    if (!l.failed) loader_layers(&l);
-    if (!l.failed) model_max_dims(m);
+    loader_bind(&l);
     loader_leftovers(&l);
     const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
     int64_t v;

@@ -56,6 +56,27 @@ static void rewrite_tensors(struct rewrite *x, const char *const *without) {
     }
 }
 
+/* Copies the metadata of a file of `from` as those of another architecture. */
+static void rewrite_arch(struct rewrite *x, const char *from, const char *to) {
+    const size_t n = strlen(from);
+    gguf_put_str(&x->w, "general.architecture", to, strlen(to));
+    for (uint32_t i = 0; i < x->from.n_kv; i++) {
+        const struct gguf_kv *kv = &x->from.kv[i];
+        const char *end = i + 1 < x->from.n_kv ? x->from.kv[i + 1].key.p - 8 : x->from.tensors[0].name.p - 8;
+        char key[128];
+        if (gguf_str_eq(kv->key, "general.architecture")) continue;
+        gguf_printable(kv->key, key, sizeof key);
+        if (!strncmp(key, from, n) && key[n] == '.') {
+            char renamed[160];
+            const int length = snprintf(renamed, sizeof renamed, "%s%s", to, key + n);
+            gguf_put_u64_raw(&x->w, (uint64_t)length);
+            gguf_put(&x->w, renamed, (size_t)length);
+        } else gguf_put(&x->w, kv->key.p - 8, kv->key.n + 8);
+        gguf_put(&x->w, kv->key.p + kv->key.n, (size_t)(end - kv->key.p) - kv->key.n);
+        x->w.n_kv++;
+    }
+}
+
 /* Writes the file and closes what it was made of; the path. */
 static const char *rewrite_close(struct rewrite *x) {
     static char path[256];
@@ -208,6 +229,66 @@ static void test_tables_prec_a4(void) {
         CHECK(!m.layers[1].up.has_input_scale && m.layers[1].gate.has_input_scale, "the list was not followed");
         model_free(&m);
     }
+}
+
+/* A file of an architecture that is not known is refused by the family that is nearest to it, and what that does not
+ * know or does not find. */
+static void test_tables_nearest(void) {
+    static const struct {
+        const char *fixture, *from, *without, *message;
+        int keys; /* further ones */
+        bool tensor;
+    } c[] = {
+        {"maple", "maple", "none", "the nearest is maple, which knows all of its keys and tensors", 0, false},
+        {"maple", "maple", "none", "the nearest is maple, which does not know tensor 'ffn_norm_exps.weight'", 0, true},
+        {"maple", "maple", "none", "which does not know key 'extra.0', key 'extra.1', tensor 'ffn_norm_exps.weight'", 2,
+         true},
+        {"maple", "maple", "none", "key 'extra.2', key 'extra.3' and 2 more", 6, false},
+        {"maple", "maple", "output_norm.weight", "the nearest is maple, but tensor 'output_norm.weight' is missing", 0,
+         false},
+        {"afmoe", "afmoe", "none", "the nearest is afmoe, which", 0, false},
+        {"gpt_oss", "gpt-oss", "none", "the nearest is gpt-oss, which", 0, false},
+        {"deepseek_v4", "deepseek4", "none", "the nearest is deepseek4, which", 0, false},
+        {"kimi_linear", "kimi-linear", "none", "the nearest is kimi-linear, which", 0, false},
+        {"dbrx_nvfp4", "dbrx", "none", "the nearest is dbrx, which", 0, false}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct rewrite x;
+        struct model m;
+        char err[ERR_MAX] = "", key[32];
+        if (!rewrite_open(&x, c[i].fixture)) return;
+        rewrite_arch(&x, c[i].from, "other-moe");
+        for (int k = 0; k < c[i].keys; k++) {
+            snprintf(key, sizeof key, "other-moe.extra.%d", k);
+            gguf_put_u32(&x.w, key, 1);
+        }
+        for (int il = 0; c[i].tensor && il < 2; il++) {
+            snprintf(key, sizeof key, "blk.%d.ffn_norm_exps.weight", il);
+            rewrite_joined(&x, key, (const char *const[]){"output_norm.weight"}, 1);
+        }
+        rewrite_tensors(&x, (const char *const[]){c[i].without, NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err), "case %zu: the file was taken", i);
+        CHECK_HAS(err, "the architecture 'other-moe' is not supported; ", "case %zu", i);
+        CHECK_HAS(err, c[i].message, "case %zu", i);
+    }
+}
+
+/* Architectures that convert/README.md says do not run are refused by moe --info, by their names. */
+static void test_readme_refused(void) {
+    char *listed = readme_column("convert/README.md", "| GGUF architecture | models | why |", 0);
+    for (const char *p = listed; *p == ' ';) {
+        struct rewrite x;
+        char arch[64], cmd[512], said[160];
+        const size_t n = strcspn(++p, " ");
+        snprintf(arch, sizeof arch, "%.*s", (int)n, p);
+        p += n;
+        if (!rewrite_open(&x, "maple")) break;
+        rewrite_arch(&x, "maple", arch);
+        rewrite_tensors(&x, (const char *const[]){"none", NULL});
+        snprintf(cmd, sizeof cmd, MOE_BIN " --info -m %s", rewrite_close(&x));
+        snprintf(said, sizeof said, "the architecture '%s' is not supported; the nearest is maple", arch);
+        check_command(cmd, 1, NULL, said);
+    }
+    arrfree(listed);
 }
 
 /* A file may leave out its MTP layers, whose number the metadata still count; one that holds nothing else is
@@ -453,7 +534,8 @@ static void test_tables_qwen4_keys(void) {
 }
 
 #define TESTS_TABLES                                                                                  \
-    {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},        \
+    {"model/nearest", test_tables_nearest}, {"readme/refused", test_readme_refused},                  \
+        {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
         {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4},     \
         {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},      \
         {"model/kda-keys", test_tables_kda_keys}, {"model/inkling2-keys", test_tables_inkling2_keys}, \
