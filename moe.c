@@ -58,7 +58,7 @@
  *   Model: tensors of a file                         450  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        220  heads, windows, rotations
  *   Families: grouped-query attention                390  what each reads, its layers, its forward
- *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
+ *   Families: latent attention                       140  the same of DeepSeek-V2, V3, V3.2, GLM-5, Hunyuan 4
  *   Families: DeepSeek-V4                            240  the same
  *   Families: gated delta nets                       200  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 70  the same of Nemotron-3
@@ -1156,6 +1156,8 @@ struct attn {
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
+    bool index_last;  /* MLA: the indexer rotates the last values of a head; otherwise the first ones */
+    float index_eps;  /* epsilon of the LayerNorm of the indexer's keys */
     /* MIXER_CSA: layers may share compressed keys and their choice, see forward_csa */
     int kv_back; /* layers back to the one whose compressed keys and keys of the indexer it has; 0: it makes its own */
     bool latent_index;   /* keys of the indexer are made of compressed keys before their rotation */
@@ -1358,8 +1360,8 @@ enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
 /* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see hc_mix). With hc_low the
  * coefficients go through a low rank instead, see forward_streams. */
 struct hyper {
-    const float *fn;           /* ((2 + n_hc) * n_hc, n_hc * n_embd); NULL: the mean of the streams is read */
-    const float *base, *scale; /* ((2 + n_hc) * n_hc), (3) */
+    const float *fn;           /* (hc_rows, n_hc * n_embd); NULL: the mean of the streams is read */
+    const float *base, *scale; /* (hc_rows), (hc_scales) */
     const float *norm;         /* low rank: (n_hc, n_embd) weights of the streams' norms */
     struct weight down, up;    /* low rank: (hc_low, n_hc * n_embd), (n_hc * n_embd, hc_low) how streams are read */
     struct weight inject;      /* low rank: (n_hc, n_hc * n_embd) how they are written; the model's hc_head has none */
@@ -1533,8 +1535,8 @@ enum dim {
     DIM_INDEXES,   /* n_index */
     DIM_HC_EMBD,   /* n_hc * n_embd */
     DIM_HC,        /* n_hc */
-    DIM_HC_MIX,    /* (2 + n_hc) * n_hc */
-    DIM_HC_SCALES, /* 3 */
+    DIM_HC_MIX,    /* hc_rows */
+    DIM_HC_SCALES, /* hc_scales */
     DIM_COMPRESS_RATIO,   /* compress_ratio */
     DIM_COMPRESSED,       /* pooled / compress_ratio * head_k */
     DIM_INDEX_COMPRESSED, /* pooled / compress_ratio * index_k */
@@ -1996,6 +1998,7 @@ static const struct key_rule key_rules[] = {
     {"hyper_connection.count",               KEY_INT,  KEY_ONE,    1, HC_MAX,      KEY_REQUIRED},
     {"hyper_connection.sinkhorn_iterations", KEY_INT,  KEY_ONE,    1, 1000,        KEY_REQUIRED},
     {"hyper_connection.epsilon",             KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"hyper_connection.magnitude",           KEY_NUM,  KEY_ONE,    0, 1e6,         KEY_REQUIRED},
     {"hyper_connection.low_rank",            KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
     {"hash_layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  KEY_REQUIRED},
     /* the table of n-grams */
@@ -2146,9 +2149,10 @@ struct model {
     float rms_eps;  /* of all norms */
     enum norm norm; /* of the residual: what attention, feed-forward and head read */
     int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
-    int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
+    int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic; 0: streams are not mixed */
     float hc_eps;
-    int hc_low; /* low rank of hyper-connections; 0: they are those of arXiv 2512.24880 */
+    float hc_write; /* the largest coefficient by which results are written to streams */
+    int hc_low;     /* low rank of hyper-connections; 0: they are those of arXiv 2512.24880 */
     /* how the last row is made of the streams: fn (n_hc, n_hc * n_embd), base (n_hc), scale (1) */
     struct hyper hc_head;             /* or, without fn, their mean, or as family.lagging_streams says */
     struct ngram ngram[NGRAM_TABLES]; /* (n_ngram) of as many layers; sizes of rows are those of the first one */
@@ -2213,6 +2217,11 @@ struct family {
      * GPUs refuse families with this function. NULL: there are none. */
     void (*cache)(const struct model *m, const struct layer *layer, struct cache_tensor *out);
 };
+
+/* Coefficients of hyper-connections: by which streams are read, by which results are written to them, and by which they
+ * are mixed, where they are; factors of these. */
+static inline int hc_rows(const struct model *m) { return (2 + (m->n_sinkhorn ? m->n_hc : 0)) * m->n_hc; }
+static inline int hc_scales(const struct model *m) { return m->n_sinkhorn ? 3 : 2; }
 
 /* Whether models have weights by which the last row is read of the streams. */
 static inline bool family_reads_last(const struct family *f) { return !f->mean_streams && !f->lagging_streams; }
@@ -2388,8 +2397,8 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_INDEXES: return a->n_index;
     case DIM_HC_EMBD: return m->n_hc * m->n_embd;
     case DIM_HC: return m->n_hc;
-    case DIM_HC_MIX: return (2 + m->n_hc) * m->n_hc;
-    case DIM_HC_SCALES: return 3;
+    case DIM_HC_MIX: return hc_rows(m);
+    case DIM_HC_SCALES: return hc_scales(m);
     case DIM_HC_LOW: return m->hc_low;
     case DIM_NGRAM: return m->ngram->n_head * m->ngram->row;
     case DIM_NGRAM_CONV: return m->ngram->n_conv;
@@ -3912,6 +3921,7 @@ static inline const char *gpu_lacks(const struct model *m) {
     if (m->norm == NORM_BIAS) return "norms with biases";
     if (m->gating == GATING_SPARSEMIXER) return "routers by sparsemixer";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
+    if (m->n_hc && !m->hc_low && !m->n_sinkhorn) return "residual streams that are not mixed";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++) {
@@ -4758,6 +4768,7 @@ static void read_hyper(struct loader *l) {
     l->m->n_hc = loader_int(l, "hyper_connection.count");
     l->m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations");
     l->m->hc_eps = loader_num(l, "hyper_connection.epsilon");
+    l->m->hc_write = 2;
 }
 
 /* ---- recording a forward ---- */
@@ -5210,6 +5221,7 @@ static void read_indexer(struct loader *l, int block) {
     a->n_index = loader_int(l, "attention.indexer.head_count");
     a->index_k = loader_int(l, "attention.indexer.key_length");
     a->index_block = block;
+    a->index_eps = 1e-6f;
     a->top_k = block * loader_int_in(l, "attention.indexer.top_k", KEY_REQUIRED, KEY_LO, MAX_TRAINED / block);
     const int rope = l->failed ? 0 : l->m->ropes[a->rope].dim;
     if (rope > a->index_k)
@@ -5323,6 +5335,51 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
     if (layer_has_tensor(l, il, "indexer.attn_k.weight")) return;
     layer->attn.n_index = 0;
     if (il >= l->m->n_layer) layer->attn.top_k = 0;
+}
+
+/* Checks what the metadata say of the layers that have an indexer against the tensors. The list may end before the MTP
+ * layers. */
+static void loader_index_types(struct loader *l) {
+    char key[128];
+    const struct gguf_kv *kv = loader_key(l, "attention.indexer.types", key);
+    if (!kv) return;
+    if (!kv->is_array || kv->n < (uint64_t)l->m->n_layer)
+        loader_fail(l, "metadata key '%s' has no value for each of %d layers", key, l->m->n_layer);
+    if (!l->g->n_tensors) return;
+    for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
+        const bool has = layer_has_tensor(l, il, "indexer.attn_k.weight");
+        int64_t v;
+        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1)
+            loader_fail(l, "metadata key '%s' is not a list of booleans", key);
+        else if (l->n_head_kv[il] && has != v)
+            loader_fail(l, "metadata key '%s' says that layer %d has %s indexer, but tensor 'blk.%d.%s' is %s", key, il,
+                        v ? "an" : "no", il, "indexer.attn_k.weight", has ? "there" : "missing");
+    }
+}
+
+/* Reads the metadata of Hunyuan 4: the same, and hyper-connections that do not mix the streams. Models without an indexer
+ * see all keys. */
+static void read_hy4(struct loader *l) {
+    struct model *m = l->m;
+    char key[128];
+    if (loader_key(l, "attention.indexer.top_k", key)) read_sparse(l);
+    else read_mla(l);
+    loader_index_types(l);
+    l->attn.index_pairs = l->attn.index_last = true;
+    l->attn.index_eps = m->rms_eps;
+    loader_nums(l, "swiglu_clamp_exp", l->clamp);
+    m->n_hc = loader_int(l, "hyper_connection.count");
+    m->hc_eps = loader_num(l, "hyper_connection.epsilon");
+    m->hc_write = loader_num(l, "hyper_connection.magnitude");
+}
+
+/* A layer of Hunyuan 4, whose heads have sinks, and gates for every value. */
+static void layer_hy4(struct loader *l, struct layer *layer, int il) {
+    layer_sparse(l, layer, il);
+    layer_clamps(l, layer, il, glu_clamp_silu);
+    layer->head_gate = GATE_SIGMOID;
+    layer->attn.n_gate = layer->attn.head_v;
+    layer->attn.has_sinks = true;
 }
 
 /* Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1). Keys and values of all heads come from one latent
@@ -5724,26 +5781,6 @@ static void layer_bailing3(struct loader *l, struct layer *layer, int il) {
     if (layer->mixer != MIXER_MLA) return;
     layer->head_gate = GATE_SIGMOID;
     layer->attn.n_gate = 1;
-}
-
-/* Checks what the metadata of GLM-5.3-Flash say of the layers that have an indexer against the tensors. The list may end
- * before the MTP layers. */
-static void loader_index_types(struct loader *l) {
-    char key[128];
-    const struct gguf_kv *kv = loader_key(l, "attention.indexer.types", key);
-    if (!kv) return;
-    if (!kv->is_array || kv->n < (uint64_t)l->m->n_layer)
-        loader_fail(l, "metadata key '%s' has no value for each of %d layers", key, l->m->n_layer);
-    if (!l->g->n_tensors) return;
-    for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
-        const bool has = layer_has_tensor(l, il, "indexer.attn_k.weight");
-        int64_t v;
-        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1)
-            loader_fail(l, "metadata key '%s' is not a list of booleans", key);
-        else if (l->n_head_kv[il] && has != v)
-            loader_fail(l, "metadata key '%s' says that layer %d has %s indexer, but tensor 'blk.%d.%s' is %s", key, il,
-                        v ? "an" : "no", il, "indexer.attn_k.weight", has ? "there" : "missing");
-    }
 }
 
 /* Reads the metadata of GLM-5.3-Flash: Kimi delta attention, latent attention without rotated values over pools of keys
@@ -6223,8 +6260,9 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  *   r = 2 sigmoid(c_2 f_2 z + base_2)              M = Sinkhorn(exp(c_3 f_3 z + base_3))
  *   X_k = r_k F(x) + sum over j of M_j,k X_j
  *
- * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. The last row is
- * read as x is, by coefficients of its own, or is the mean of the streams. In DeepSeek-V4.1 reading lags: x is read by the
+ * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. In Hunyuan 4 M is
+ * the identity, and r = magnitude sigmoid(..) + eps. The last row is read as x is, by coefficients of its own, or is the
+ * mean of the streams. In DeepSeek-V4.1 reading lags: x is read by the
  * p of the half before, the first one is stream 0, and the last row is read by the p of the last half.
  *
  * Hyper-connections of a low rank (Qwen3.8-Flash-Next) weigh every value of the streams, and do not mix them. N is the
@@ -6405,6 +6443,8 @@ static const struct family families[] = {
      .qat = ROUNDS_V41, .read = read_deepseek41, .layer = layer_deepseek41},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
+    {.arch = "hy_v4",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_hy4,      .layer = layer_hy4},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_glm4},
     {.arch = "glm4", .dense = true, .read = read_llama, .layer = layer_glm4_dense},
@@ -7831,6 +7871,16 @@ static const struct synth synths[] = {
      "expert_group_used_count=1 expert_gating_func=2 attention.indexer.head_count=32 attention.indexer.key_length=128 "
      "attention.indexer.top_k=2048 vocab_size=154880 expert_weights_norm=true expert_weights_scale=2.5",
      .index_freq = 4, .index_first = 3},
+    {"hy4-preview", "hy_v4", .keys =
+     "context_length=262144 embedding_length=2816 block_count=34 feed_forward_length=6912 attention.head_count=32 "
+     "attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 attention.q_lora_rank=1536 "
+     "attention.kv_lora_rank=512 attention.key_length_mla=256 attention.value_length_mla=256 rope.dimension_count=64 "
+     "leading_dense_block_count=1 expert_count=256 expert_used_count=8 expert_feed_forward_length=768 "
+     "expert_shared_count=1 expert_gating_func=2 attention.indexer.head_count=16 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=2048 hyper_connection.count=4 hyper_connection.epsilon=1e-6 "
+     "hyper_connection.magnitude=2 swiglu_clamp_exp=10 vocab_size=120832 expert_weights_norm=true "
+     "expert_weights_scale=2.827 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e7",
+     .index_freq = 4, .index_first = 2},
     {"dots.llm1", "dots1", .keys =
      "context_length=32768 embedding_length=4096 block_count=62 feed_forward_length=10944 attention.head_count=32 "
      "attention.head_count_kv=32 attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 "
@@ -11928,16 +11978,18 @@ static float sigmoidf(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 /* Turns a token's raw products x (n, then the streams' squared sum) into the coefficients of hyper-connections: how the
  * streams are read (n_hc), how a result is written to them (n_hc), and how they are mixed (n_hc, n_hc),
- * where row j says where stream j goes. Sinkhorn's iterations make the mix doubly stochastic. head: the first part
- * alone. */
+ * where row j says where stream j goes. Sinkhorn's iterations make the mix doubly stochastic; without them it is the
+ * identity. head: the first part alone. */
 static void hc_coefficients(const struct model *m, const struct hyper *hc, bool head, float *x, int n) {
     const int k = m->n_hc;
     const float eps = m->hc_eps, rms = 1.0f / sqrtf(x[n] / (float)(k * m->n_embd) + m->rms_eps);
     for (int i = 0; i < n; i++) x[i] = x[i] * rms * hc->scale[i < k ? 0 : i < 2 * k ? 1 : 2] + hc->base[i];
     for (int i = 0; i < k; i++) x[i] = sigmoidf(x[i]) + eps;
     if (head) return;
-    for (int i = k; i < 2 * k; i++) x[i] = 2 * sigmoidf(x[i]);
+    for (int i = k; i < 2 * k; i++) x[i] = m->hc_write * sigmoidf(x[i]) + (m->n_sinkhorn ? 0 : eps);
     float *mix = x + 2 * k;
+    for (int i = 0; i < k * k && !m->n_sinkhorn; i++) mix[i] = i / k == i % k;
+    if (!m->n_sinkhorn) return;
     for (int j = 0; j < k; j++) {
         float top = -INFINITY, sum = 0;
         for (int i = 0; i < k; i++) top = fmaxf(top, mix[j * k + i]);
@@ -11972,7 +12024,7 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     enum { COLUMNS = 512 };
     const struct model *m = r->m;
     const int k = m->n_hc, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
-    const int n = head ? k : (2 + k) * k;
+    const int n = head ? k : hc_rows(m);
     const bool mean = hc && !hc->fn, lags = m->family->lagging_streams;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
@@ -12703,6 +12755,7 @@ static size_t attend_floats(const struct model *m, int rows) {
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
     const int group_rows = a->n_tok * a->n_head, rows = a->n_head_group * group_rows, dk = a->dk, dv = a->dv;
     const struct attn *shape = &r->m->layers[a->il].attn;
+    const bool by_group = a->kind == ATTEND_GQA || a->kind == ATTEND_CSA; /* a->head is of the head groups */
     struct attend_work w = {.prefetch_step = 0};
     attend_divide(&w, scratch, rows, group_rows, dk, dv,
                   a->kind == ATTEND_EXPAND ? shape->head_k - r->m->ropes[shape->rope].dim : 0, shape->kv_lora);
@@ -12710,9 +12763,10 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         const int g = i / group_rows, t = i % group_rows / a->n_head, h = g * a->n_head + i % a->n_head;
         const float *src = a->q + (size_t)t * a->q_tok + (size_t)h * a->q_head;
         r->cpu->k->scale(src, shape->scale, w.q + i * dk, dk);
+        const int head = (by_group ? a->head * a->n_head : a->head) + h;
         w.top[i] = !a->sinks                   ? -INFINITY
-                   : r->m->layers[a->il].sinks ? r->m->layers[a->il].sinks[a->head * a->n_head + h]
-                                               : act_row(r, A_SINK, a->first + t)[a->head * a->n_head + h];
+                   : r->m->layers[a->il].sinks ? r->m->layers[a->il].sinks[head]
+                                               : act_row(r, A_SINK, a->first + t)[head];
         w.den[i] = a->sinks; /* exp(sink - top) */
     }
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
@@ -13144,7 +13198,7 @@ static void compress_batch(struct rank *r, int il, const struct compress *with, 
 static void index_store(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
-    const int dim = layer_rope_dim(r->m, layer), n = a->index_k;
+    const int dim = layer_rope_dim(r->m, layer), n = a->index_k, turned = a->index_last ? n - dim : 0;
     const float score_scale = 1.0f / sqrtf((float)(a->n_index * n));
     void (*rotate)(float *, const float *, const float *, int) = a->index_pairs ? rope_pairs : rope_halves;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
@@ -13155,14 +13209,14 @@ static void index_store(struct rank *r, int il) {
         if (layer->mixer == MIXER_CSA) continue; /* csa_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias)
-            layer_norm(r->cpu->k, key, layer->index_norm, layer->index_norm_bias, 1e-6f, key, n);
+            layer_norm(r->cpu->k, key, layer->index_norm, layer->index_norm_bias, a->index_eps, key, n);
         else if (!a->index_means) r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
-        if (!a->index_means) rotate(key, c, s, dim);
+        if (!a->index_means) rotate(key + turned, c, s, dim);
         if (!index_by_block(a)) kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
         for (int h = 0; h < a->n_index; h++) {
             float *q = act_row(r, A_IQ, t) + h * n;
             if (layer->index_q_norm) r->cpu->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
-            rotate(q, c, s, dim);
+            rotate(q + turned, c, s, dim);
         }
     }
     if (a->index_means) index_means_store(r, il);
@@ -25005,18 +25059,17 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v2,\n"
                                     "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
-                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, hunyuan-a13b, ling-lite,\n"
-                                    "ling-flash-2, granite-4.0-h-small, granite-swash-3b-a600m,\n"
-                                    "granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini, maple-preview,\n"
-                                    "qwen3-vl-30b-a3b, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
-                                    "smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
-                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
-                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
-                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
-                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
-                                    "glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b, nemotron-3-nano-30b-a3b or\n"
-                                    "nemotron-3-super-120b-a12b.\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, hy4-preview, dots.llm1, hunyuan-a13b, ling-lite,\n"
+                                    "ling-flash-2, granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
+                                    "k-exaone-236b-a23b, trinity-mini, maple-preview, qwen3-vl-30b-a3b,\n"
+                                    "north-mini-code, phi-3.5-moe, dbrx-132b, smallthinker-21b-a3b, llama-4-scout,\n"
+                                    "qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b,\n"
+                                    "qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
+                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b, minimax-m2.5,\n"
+                                    "minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
+                                    "step-3.7-flash, laguna-xs, mellum2-12b-a2.5b, mimo-v2-flash,\n"
+                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b,\n"
+                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
@@ -33328,9 +33381,9 @@ static void info_attention(const struct model *m, int first) {
                rotates || !m->ropes[a->rope].dim ? "rotary" : "shared", a->head_v, a->q_lora ? ", low-rank query" : "",
                a->n_gate ? ", gated" : "");
     else
-        printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
-               a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",
-               layer->attn.has_sinks ? ", sinks" : "");
+        printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s", a->n_head, a->n_head_kv, a->head_k, rope,
+               a->head_v, a->q_gate || a->n_gate ? ", gated" : "");
+    if (a->has_sinks) printf(", sinks");
     if (a->window) printf(a->chunked ? ", chunks of %d" : ", window of %d", a->window);
     if (layer->mixer == MIXER_REL)
         printf(", bias by distance below %d, convolutions over %d tokens", a->extent, a->n_conv);

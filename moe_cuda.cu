@@ -6487,7 +6487,8 @@ enum {
 
 struct index_args {
     struct rope_args rope; /* of queries and keys: q, k, their norms, q16 and kp; d is the width of a head */
-    const float *bias;     /* (width) keys have LayerNorm with it; NULL: RMSNorm */
+    const float *bias;     /* (width) keys have LayerNorm with it, */
+    float bias_eps;        /* and with this epsilon; NULL: RMSNorm */
     const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart; NULL: 1 */
     size_t w_stride;
     float score_scale; /* factor of the scores */
@@ -6583,7 +6584,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         }
         const float mean = warp_sum(sum) / (float)n;
         UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < n) square = fmaf(x[j] - mean, x[j] - mean, square);
-        const float f = rsqrtf(warp_sum(square) / (float)n + 1e-6f);
+        const float f = rsqrtf(warp_sum(square) / (float)n + a.bias_eps);
         UNROLL for (int j = 0; j < PER; j++) {
             const int c = lane + 32 * j;
             if (c < n) row[c] = (x[j] - mean) * f * p.k_norm[c] + a.bias[c];
@@ -10429,6 +10430,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.rope.n_head = n_index;
     a.rope.d = width;
     a.bias = layer->index_norm_bias;
+    a.bias_eps = shape.index_eps;
     a.w_stride = (size_t)r->width[A_IW];
     a.score_scale = shape.index_means ? 1.0f : 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;

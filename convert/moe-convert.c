@@ -2025,7 +2025,8 @@ static void screen_names(void) {
                                          "image_",
                                          "aligner."};
     static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
-                                         "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
+                                         "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp.",
+                                         "model.mtp_layers."};
     const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
     size_t n_vision = 0, n_draft = 0, n_dspark = 0;
     struct finding needless[COUNT(skipped_suffixes)] = {{0}};
@@ -2633,13 +2634,18 @@ static void put_indexer(void) {
     kv_u32("attention.indexer.top_k", (size_t)get_int(src.cfg, "index_topk", 1, MAX_TRAINED, REQUIRED));
 }
 
-/* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). */
-static void config_indexer(void) {
+/* Dies unless an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) has what it needs. */
+static void check_indexer(void) {
     struct doc c = src.cfg;
-    config_deepseek_experts();
     expect(c, "q_lora_rank", get_int(c, "q_lora_rank", 0, INT32_MAX, 0), "a number above 0, because of the indexer");
     expect(c, "index_head_dim", index_width() >= latent_rope(),
            fmt("at least the %zu of qk_rope_head_dim", latent_rope()));
+}
+
+/* Reads the keys of experts and of an indexer. */
+static void config_indexer(void) {
+    config_deepseek_experts();
+    check_indexer();
 }
 
 /* Returns the key that says which layers of GLM-5 have an indexer: a list, a pattern, or how often one has it. */
@@ -2770,15 +2776,15 @@ static struct doc rope_part(bool compressed) {
     return compressed ? r : (struct doc){NULL, r.file, r.in};
 }
 
-/* Writes swiglu_limit, the limit of every feed-forward. */
-static void put_limit(void) {
+/* Writes swiglu_limit, the limit of every feed-forward or, with n 1, of routed experts alone. */
+static void put_limit(size_t n) {
     static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
     const struct key_rule *range = key_rule_of(clamps[0]);
     const double limit = get_num(src.cfg, "swiglu_limit", NAN);
     float limits[MAX_LAYERS];
     for (int l = 0; l < n_blocks(); l++) limits[l] = limit > range->hi ? 0 : (float)limit;
     expect(src.cfg, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
-    for (size_t i = 0; i < COUNT(clamps); i++) kv_array(clamps[i], GGUF_V_F32, n_blocks(), limits);
+    for (size_t i = 0; i < n; i++) kv_array(clamps[i], GGUF_V_F32, n_blocks(), limits);
 }
 
 /* Writes the sizes of hyper-connections. */
@@ -2796,7 +2802,7 @@ static void put_csa(void) {
     kv_u32("attention.q_lora_rank", size_of("q_lora_rank"));
     expect(c, "sliding_window", window, "a number above 0");
     kv_u32("attention.sliding_window", window);
-    put_limit();
+    put_limit(2);
     put_indexer();
     kv_u32("attention.output_group_count", size_of("o_groups"));
     kv_u32("attention.output_lora_rank", size_of("o_lora_rank"));
@@ -2919,6 +2925,37 @@ static const struct renaming deepseek_v4_names[] = {
     {"mlp.shared_experts.up_proj", "ffn.shared_experts.w3", EVERYWHERE},
     {"mlp.shared_experts.down_proj", "ffn.shared_experts.w2", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
+
+/* Reads the keys of Hunyuan 4. */
+static void config_hy4(void) {
+    config_leading_dense();
+    check_indexer();
+    expect(src.cfg, "indexer_types", get_list(src.cfg, "indexer_types"), "a list");
+    expect(src.cfg, "indexer_types", has_indexer_glm(0), "an indexer in layer 0");
+}
+
+/* Writes the sizes of Hunyuan 4, whose limit is that of routed experts alone. */
+static void put_hy4(void) {
+    struct doc c = src.cfg;
+    put_glm_dsa();
+    put_limit(1);
+    kv_u32("hyper_connection.count", (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED));
+    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
+    kv_num(c, "hc_magnitude", get_num(c, "hc_magnitude", NAN), "hyper_connection.magnitude");
+}
+
+static const struct renaming hy4_names[] = {{"attn_hc.fn", "hc_attn_layer.hc_pre.hc_fn", EVERYWHERE},
+                                            {"attn_hc.base", "hc_attn_layer.hc_pre.hc_base", EVERYWHERE},
+                                            {"attn_hc.scale", "hc_attn_layer.hc_pre.hc_scale", EVERYWHERE},
+                                            {"ffn_hc.fn", "hc_mlp_layer.hc_pre.hc_fn", EVERYWHERE},
+                                            {"ffn_hc.base", "hc_mlp_layer.hc_pre.hc_base", EVERYWHERE},
+                                            {"ffn_hc.scale", "hc_mlp_layer.hc_pre.hc_scale", EVERYWHERE},
+                                            {"model.hc_head.hc_fn", "model.hc_head.hc_head_fn", EVERYWHERE},
+                                            {"model.hc_head.hc_base", "model.hc_head.hc_head_base", EVERYWHERE},
+                                            {"model.hc_head.hc_scale", "model.hc_head.hc_head_scale", EVERYWHERE},
+                                            {"self_attn.sinks", "self_attn.learnable_sink_param", EVERYWHERE},
+                                            {"self_attn.g_proj", "self_attn.linear_gate", EVERYWHERE},
+                                            {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of GLM-4.5 to 4.7. */
 static void config_glm4(void) {
@@ -3681,7 +3718,7 @@ static void put_glm5_next(void) {
     put_glm_dsa();
     kv_u32("attention.indexer.kpool", size_of("index_kpool"));
     gguf_put_bool(&writer, arch_key("attention.indexer.kpool_select_tail"), true);
-    put_limit();
+    put_limit(2);
     put_hyper();
 }
 
@@ -4201,6 +4238,12 @@ static const struct release {
              .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
              .n_shared = 1, .mtp_key = "num_nextn_predict_layers", .router_bias = "exp_probs_b",
              .norm_topk_prob = true, .scaling_factor = "router_scaling_factor"}},
+    {.type = "hy_v4", .config = config_hy4, .fixed = "n_group 1 topk_group 1",
+     .src = {.arch = "hy_v4", .renaming = hy4_names, LATENT, .is_dense = is_dense_leading, .leads = true,
+             .first_dense = 1, .experts_key = "n_routed_experts", .experts_other = "num_local_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .n_shared = 1,
+             .has_indexer = has_indexer_glm, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .eps = 1e-5, .put = put_hy4}},
     {.type = "hunyuan_v1_moe", .config = config_hunyuan, .level = "moe_topk moe_intermediate_size num_shared_expert",
      .fixed = "use_qk_norm true use_cla false use_mla false use_mixed_mlp_moe true norm_topk_prob true mlp_bias false "
               "moe_layer_num_skipped 0 routed_scaling_factor 1 group_limited_greedy false",
@@ -6954,14 +6997,14 @@ static const struct manual manual = {
              "Models: qwen3_moe, qwen3_vl_moe, qwen3_vl_moe_text, qwen3_5_moe,\n"
              "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
              "qwen4_exp_text, deepseek_v3, deepseek_v2, deepseek, deepseek_v32, deepseek_v4,\n"
-             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe,\n"
-             "solar_open, glm4_moe_lite, glm_moe_dsa, glm4, dots1, hunyuan_v1_moe,\n"
-             "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
-             "granitemoehybrid, granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe,\n"
-             "dbrx, lfm2_moe, maple, smallthinker, llama4, llama4_text, phimoe, gpt_oss,\n"
-             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
-             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
-             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
+             "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, solar_open,\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hy_v4, hunyuan_v1_moe, bailing_moe,\n"
+             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid,\n"
+             "granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe, dbrx, lfm2_moe,\n"
+             "maple, smallthinker, llama4, llama4_text, phimoe, gpt_oss, minimax_m2,\n"
+             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
+             "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
+             "ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
              "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
              "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"

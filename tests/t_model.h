@@ -458,6 +458,12 @@ static void test_fixtures_hunyuan(void) {
     check_fixture("hunyuan_v1_moe_nvfp4", NULL);
 }
 
+/* Prompts longer than the indexers' choice. */
+static void test_fixtures_hy4(void) {
+    check_fixture("hy_v4", NULL);
+    check_fixture("hy_v4_nvfp4", NULL);
+}
+
 static void test_fixtures_ling(void) {
     check_fixture("bailing_moe_v2", NULL);
     check_fixture("sarvam_moe_nvfp4", NULL);
@@ -783,8 +789,9 @@ static void test_sparse_begins(void) {
     static const struct {
         const char *name;
         int top_k, keys; /* that are chosen; the longest context of which all are seen */
-    } c[] = {{"deepseek_v32", 16, 16},     {"glm_moe_dsa", 32, 32}, {"minimax_m3", 48, 48},
-             {"minimax_m3_nvfp4", 96, 96}, {"glm5_next", 32, 35},   {"glm5_next_nvfp4", 24, 31}};
+    } c[] = {
+        {"deepseek_v32", 16, 16}, {"glm_moe_dsa", 32, 32},     {"minimax_m3", 48, 48}, {"minimax_m3_nvfp4", 96, 96},
+        {"glm5_next", 32, 35},    {"glm5_next_nvfp4", 24, 31}, {"hy_v4", 32, 32},      {"hy_v4_nvfp4", 24, 24}};
     for (size_t f = 0; f < sizeof c / sizeof *c; f++) {
         struct model m;
         char path[256];
@@ -1080,6 +1087,13 @@ static const struct synth batch_shapes[] = {
      "leading_dense_block_count=1 feed_forward_length=64 expert_count=16 expert_used_count=4 "
      "expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536 "
      "hyper_connection.sinkhorn_iterations=20 hyper_connection.epsilon=1e-6 swiglu_clamp_exp=10"},
+    {"sinks of absorbed queries", "hy_v4", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=6 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=64 attention.key_length_mla=40 attention.value_length_mla=16 rope.dimension_count=8 "
+     "attention.indexer.head_count=3 attention.indexer.key_length=24 attention.indexer.top_k=300 "
+     "hyper_connection.count=3 hyper_connection.epsilon=1e-6 hyper_connection.magnitude=2 leading_dense_block_count=1 "
+     "feed_forward_length=64 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_gating_func=2 vocab_size=96 context_length=65536 swiglu_clamp_exp=10"},
     {"streams of a low rank, n-grams, means of keys", "qwen4exp", .keys =
      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=64 "
      "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
@@ -1658,7 +1672,10 @@ static void hyper_coefficients(const struct model *m, const struct hyper *hc, bo
                                      : i < 2 * K ? 1
                                                  : 2] +
                (double)hc->base[i];
-        if (i < 2 * K) c[i] = (i < K ? 1 : 2) / (1 + exp(-c[i])) + (i < K ? (double)m->hc_eps : 0);
+        if (i < 2 * K)
+            c[i] = (i < K ? 1 : (double)m->hc_write) / (1 + exp(-c[i])) +
+                   (i < K || !m->n_sinkhorn ? (double)m->hc_eps : 0);
+        else if (!m->n_sinkhorn) c[i] = (i - 2 * K) % (K + 1) == 0;
     }
     for (int turn = 0; turn < 2 * m->n_sinkhorn && !head; turn++) /* rows at first, then columns, rows, .. */
         for (int i = 0; i < K; i++) {
@@ -1692,16 +1709,18 @@ static void test_streams(void) {
     for (int i = 0; i < MIX * K * N; i++) fn[i] = (float)rng_uniform(&rng) - 0.5f;
     for (int i = 0; i < MIX; i++) base[i] = (float)rng_uniform(&rng) - 0.5f;
     for (int i = 0; i < N; i++) w[i] = 1 + (float)rng_uniform(&rng);
-    for (int turn = 0; turn < 6; turn++) {
+    for (int turn = 0; turn < 7; turn++) {
         const int n_rank = 1 + turn % 2;
-        const enum act delta = turn < 2 ? A_OUT : turn < 4 ? A_JOINED : ACT_COUNT;
-        const bool head = turn == 5;
+        const enum act delta = turn < 2 || turn == 6 ? A_OUT : turn < 4 ? A_JOINED : ACT_COUNT;
+        const bool head = turn == 5, mixed = turn < 6;
         struct model m[2];
         struct cpu cpu = {.k = &kernels_ref};
         struct rank r[2] = {{.cpu = &cpu, .n_tok = T}, {.cpu = &cpu, .n_tok = T}};
         for (int i = 0; i < 2; i++) {
-            m[i] = (struct model){
-                .family = families, .n_embd = N, .n_hc = K, .n_sinkhorn = 2, .hc_eps = 0.02f, .rms_eps = 0.01f};
+            m[i] = (struct model){.family = families, .n_embd = N, .n_hc = K, .rms_eps = 0.01f};
+            m[i].n_sinkhorn = mixed ? 2 : 0;
+            m[i].hc_eps = 0.02f;
+            m[i].hc_write = mixed ? 2 : 1.5f;
             m[i].shard = (struct shard){i, n_rank, 0, 1};
             r[i].m = &m[i];
             r[i].act[A_X] = x[i], r[i].act[A_H] = h[i], r[i].act[A_OUT] = out[i], r[i].act[A_MIX] = mix[i];
@@ -2021,13 +2040,13 @@ static void test_cpu_profile(void) {
         {"model/fixtures-ling1", test_fixtures_ling1}, {"model/fixtures-solar", test_fixtures_solar},                  \
         {"model/fixtures-granite-swa", test_fixtures_granite_swa}, {"model/fixtures-means", test_fixtures_means},      \
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl}, {"model/fixtures-hunyuan", test_fixtures_hunyuan},        \
-        {"model/fixtures-ling", test_fixtures_ling}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},                \
-        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},        \
-        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-dense", test_fixtures_dense},                  \
-        {"model/fixtures-mistral", test_fixtures_mistral}, {"model/fixtures-gemma4", test_fixtures_gemma4},            \
-        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
-        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
+        {"model/fixtures-hy4", test_fixtures_hy4}, {"model/fixtures-ling", test_fixtures_ling},                        \
+        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
+        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
+        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
+        {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
+        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
+        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
         {"model/fixtures-deepseek41", test_fixtures_deepseek41},                                                       \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \

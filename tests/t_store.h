@@ -76,6 +76,7 @@ static void test_store_bits(void) {
                                         "qwen3moe_reap",
                                         "dots1",
                                         "mixtral",
+                                        "hy_v4",
                                         "hunyuan_v1_moe",
                                         "granitemoe",
                                         "afmoe_nvfp4",

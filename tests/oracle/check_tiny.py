@@ -333,10 +333,14 @@ def index_scores(W, config, x, latent, p):
     """What the indexer thinks of each token [n, n].  latent: the rows of the query after their norm."""
     n, heads, d, rope = len(x), config["index_n_heads"], config["index_head_dim"], config["qk_rope_head_dim"]
     q = (latent @ W.get(p + "wq_b.weight").T).reshape(n, heads, d)
-    k = layer_norm(x @ W.get(p + "wk.weight").T, W.get(p + "k_norm.weight"), W.get(p + "k_norm.bias"), 1e-6)[:, None]
+    last = config["model_type"] == "hy_v4"  # the last values of a head are rotated, in other families the first
+    k = layer_norm(x @ W.get(p + "wk.weight").T, W.get(p + "k_norm.weight"), W.get(p + "k_norm.bias"),
+                   config["rms_norm_eps"] if last else 1e-6)[:, None]
     cos, sin, _ = rope_tables(config, n, rope)
-    turn = turn_pairs if config.get("indexer_rope_interleave", False) else turn_halves
-    q, k = (np.concatenate([turn(t[..., :rope], cos[:, None], sin[:, None]), t[..., rope:]], -1) for t in (q, k))
+    turn = turn_pairs if last or config.get("indexer_rope_interleave", False) else turn_halves
+    at = d - rope if last else 0
+    q, k = (np.concatenate([t[..., :at], turn(t[..., at:at + rope], cos[:, None], sin[:, None]), t[..., at + rope:]], -1)
+            for t in (q, k))
     match = np.maximum(np.einsum("qhd,kd->qhk", q, k[:, 0]), 0) * d ** -0.5
     return np.einsum("qh,qhk->qk", x @ W.get(p + "weights_proj.weight").T * heads ** -0.5, match)
 
@@ -471,7 +475,10 @@ def mla(W, config, x, p, layer):
     k_rope = np.repeat(turn_pairs(latent[:, None, rank:], cos, sin), heads, 1)
     k = np.concatenate([kv[..., :nope], k_rope], -1)
     chosen = indexed(W, config, x, low, p + "indexer.", layer)
-    y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, chosen=chosen)
+    sinks = W.get(p + "learnable_sink_param") if W.has(p + "learnable_sink_param") else None
+    y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, sinks=sinks, chosen=chosen)
+    if W.has(p + "linear_gate.weight"):
+        y = y.reshape(n, -1) * sigmoid(x @ W.get(p + "linear_gate.weight").T)
     if bailing:
         gate = sigmoid(x @ W.get(p + "g_proj.weight").T)
         y = (y.reshape(n, heads, -1) * gate[..., None]).reshape(n, -1)
@@ -757,9 +764,9 @@ def ffn(W, x, p, activation=swiglu, names=("gate_proj", "up_proj", "down_proj"))
     return activation(x @ gate.T, x @ up.T) @ down.T
 
 
-def clamped(config):
-    """How GLM-5.3-Flash joins gate and up, in all feed-forwards; swiglu() in other families."""
-    if config["model_type"] != "glm5_next_text":
+def clamped(config, routed=False):
+    """How GLM-5.3-Flash joins gate and up, in all feed-forwards, and Hunyuan 4 in routed experts; swiglu() elsewhere."""
+    if config["model_type"] != "glm5_next_text" and not (routed and config["model_type"] == "hy_v4"):
         return swiglu
     limit = config["swiglu_limit"]
     return lambda gate, up: silu(np.minimum(gate, limit)) * np.clip(up, -limit, limit)
@@ -771,7 +778,7 @@ def expert_ffn(W, x, p, e, activation):
     if not W.has(p + "experts.gate_up_proj"):
         return ffn(W, x, f"{p}experts.{e}.", activation)
     gate, up = np.split(W.get(p + "experts.gate_up_proj")[e], 2)
-    return (silu(x @ gate.T) * (x @ up.T)) @ W.get(p + "experts.down_proj")[e].T
+    return activation(x @ gate.T, x @ up.T) @ W.get(p + "experts.down_proj")[e].T
 
 
 def router(W, p):
@@ -810,7 +817,7 @@ def moe(W, config, x, p):
     y = np.zeros_like(x)
     for e in range(experts):
         token, slot = np.nonzero(best == e)
-        y[token] += weight[token, slot, None] * expert_ffn(W, x[token], p, e, clamped(config))
+        y[token] += weight[token, slot, None] * expert_ffn(W, x[token], p, e, clamped(config, True))
     if config.get("shared_expert_intermediate_size"):  # Qwen
         return y + sigmoid(x @ W.get(p + "shared_expert_gate.weight").T) * ffn(W, x, p + "shared_expert.")
     if W.has(p + "shared_mlp.gate_proj.weight"):  # Hy3
@@ -928,6 +935,8 @@ def v4_mix(W, config, streams, name):
     if len(scale) == 1:
         return read, None, None
     write = 2 * sigmoid(v[:, hc:2 * hc] * scale[1] + base[hc:2 * hc])
+    if len(scale) == 2:  # Hunyuan 4 does not mix them
+        return read, write / 2 * config["hc_magnitude"] + eps, np.eye(hc)[None]
     mix = softmax((v[:, 2 * hc:] * scale[2] + base[2 * hc:]).reshape(n, hc, hc)) + eps
     mix = mix / (mix.sum(1, keepdims=True) + eps)
     for _ in range(config["hc_sinkhorn_iters"] - 1):
@@ -1642,6 +1651,22 @@ def glm5_trunk(W, config, ids):
     return norm(W, config, streams.mean(1), prefix(W) + "norm.weight")
 
 
+def hy4_trunk(W, config, ids):
+    """The rows after the final norm of Hunyuan 4, whose streams are not mixed."""
+    streams = np.repeat(W.get(embedding(W))[ids][:, None], config["hc_mult"], 1)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        for half, before in ("attn", "input"), ("mlp", "post_attention"):
+            read, write, _ = v4_mix(W, config, streams, f"{p}hc_{half}_layer.hc_pre.hc_")
+            x = norm(W, config, np.einsum("nj,njd->nd", read, streams), f"{p}{before}_layernorm.weight")
+            if half == "attn":
+                y = mla(W, config, x, p + "self_attn.", layer)
+            else:
+                y = moe(W, config, x, p + "mlp.") if W.has(p + "mlp.gate.weight") else ffn(W, x, p + "mlp.")
+            streams = streams + write[:, :, None] * y[:, None]
+    return v4_last(W, config, streams, "model.hc_head.hc_head_", "model.norm.weight")
+
+
 def gelu(gate, up):
     return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))) / 2 * up
 
@@ -1788,6 +1813,8 @@ def trunk(W, config, ids):
         return ink_trunk(W, config, ids)
     if config["model_type"] == "glm5_next_text":
         return glm5_trunk(W, config, ids)
+    if config["model_type"] == "hy_v4":
+        return hy4_trunk(W, config, ids)
     if config["model_type"] == "qwen4_exp_text":
         return qwen4_trunk(W, config, ids)
     if config["model_type"] == "dbrx":
@@ -1879,6 +1906,8 @@ def check(folder):
                "k_proj.k_scale", "v_proj.v_scale")
     if config["model_type"] == "deepseek_v41_text":
         ignored += "vision.", "aligner.", "image_", "mtp.", ".gate.bias_vl"
+    if config["model_type"] == "hy_v4":
+        ignored += "model.mtp_layers.",
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"

@@ -998,6 +998,26 @@ def glm5_next_saved(layers, head_dim, bound, **changes):
         "qk_head_dim": text["qk_nope_head_dim"]}}
 
 
+def hy4(types, **changes):
+    """config.json in the words of Hy4-preview; types: as in glm_dsa_types().  The limit is not that of the release: it
+    clips some values here."""
+    n = len(types)
+    return {"architectures": ["HYV4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "dtype": "bfloat16", "enable_lm_head_fp32": True, "eos_token_id": IM_END,
+            "first_k_dense_replace": 1, "hc_eps": 1e-6, "hc_magnitude": 2.0, "hc_mult": 4, "head_dim": 16,
+            "hidden_act": "silu", "hidden_size": 64, "index_head_dim": 64, "index_n_heads": 16, "index_topk": 32,
+            "indexer_types": [{"F": "full", "S": "shared"}[t] for t in types], "initializer_range": 0.006,
+            "intermediate_size": 192, "kv_lora_rank": 64, "learnable_sink_init": 0.0, "max_position_embeddings": 4096,
+            "mlp_layer_types": ["dense"] + ["sparse"] * (n - 1), "model_type": "hy_v4", "moe_intermediate_size": 64,
+            "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 4, "num_experts_per_tok": 3, "num_hidden_layers": n, "num_key_value_heads": 2,
+            "num_nextn_predict_layers": 1, "pad_token_id": EOT, "q_lora_rank": 96, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 10000000.0, "rope_type": "default"}, "routed_scaling_factor": 2.827,
+            "swiglu_limit": 1.5, "tie_word_embeddings": False, "topk_group": 1, "use_cache": True, "v_head_dim": 48,
+            "vocab_size": VOCAB, **changes}
+
+
 # Words of single families -> those of the others
 ALIASES = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
            "moe_renormalize": "norm_topk_prob"}
@@ -1033,6 +1053,9 @@ HUB_NAMES = {
     "phimoe": [(r"\.router\.", ".gate."), *W123],
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
+    "hy_v4": [(r"\.attn_hc\.", ".hc_attn_layer.hc_pre.hc_"), (r"\.ffn_hc\.", ".hc_mlp_layer.hc_pre.hc_"),
+              (r"\.hc_head\.hc_", ".hc_head.hc_head_"), (r"\.sinks$", ".learnable_sink_param"),
+              (r"\.self_attn\.gate_proj", ".self_attn.linear_gate")],
     "exaone_moe": [(r"\.gate\.e_score_correction_bias", ".e_score_correction_bias")],
     "bailing_moe": LING, "bailing_moe_v2": LING, "sarvam_moe": LING, "minimax_m2": W123, "mixtral": W123, "granitemoe": GRANITE, "granitemoeshared": GRANITE,
     "granitemoehybrid": GRANITE,
@@ -1122,6 +1145,7 @@ W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 V4_F32 = r"(^|[._])hc_|attn_sink$|\.ape$"
 V4_FP8 = r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight$|shared_experts\.w\d\.weight$|\.[eh]_proj\.weight$"
 POOL_F32 = r"\.index_kpool_compress_\w+$"
+HY4_F32 = r"\.hc_\w+$|\.learnable_sink_param$|\.k_norm\.|\.weights_proj\."
 KDA_F32 = r"\.(A_log|dt_bias|[qkv]_conv1d\.weight)$"
 INKLING_F32 = r"sconv|gate\.weight$|forget_weight|gain_weight|attn_res|cross_pass"
 V4_EXPERTS = r"\.experts\.\d+\.w\d\.weight$"
@@ -1302,6 +1326,16 @@ SPECS = {
                               layer_types=["full_attention"] * 2, max_window_layers=2, sliding_window=4),
                         rope_type="default", rope_theta=1000000.0),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "hy_v4": dict(
+        config=hy4("FSFS"), positions=96, fused=r"model\.", store=[(HY4_F32, "full")],
+        aside={"model.mtp_layers.0.enorm.weight": (64,)}),
+    "hy_v4_nvfp4": dict(
+        config=hy4("FFS", hidden_size=128, num_attention_heads=6, q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=48,
+                   v_head_dim=32, index_head_dim=32, index_n_heads=12, index_topk=24, hc_eps=0.02, hc_magnitude=1.5,
+                   rms_norm_eps=0.01, moe_intermediate_size=128, n_routed_experts=6, num_experts_per_tok=2,
+                   n_shared_experts=2, routed_scaling_factor=1.5, swiglu_limit=1.0, num_nextn_predict_layers=0),
+        declare="modelopt_hy4", positions=72, shards=2,
+        store=[(HY4_F32, "full"), (EXPERTS + r"|\.layers\.0\.mlp\.\w+_proj\.weight$", "nvfp4")]),
     "hunyuan_v1_moe": dict(config=hunyuan(1000.0, num_hidden_layers=2, num_experts=5)),
     "hunyuan_v1_moe_nvfp4": dict(
         config={**{k: v for k, v in new_rope(
@@ -2135,6 +2169,14 @@ def make_model(config):
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
+    if config["model_type"] == "hy_v4":  # transformers rotates halves, vLLM, SGLang and llama.cpp rotate neighbors
+        kinds = transformers.models
+        kinds.hy_v4.modeling_hy_v4.apply_rotary_pos_emb = (
+            kinds.deepseek_v3.modeling_deepseek_v3.apply_rotary_pos_emb_interleave)
+        # and norms latents with 1e-6, whatever config.json says
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                norm.variance_epsilon = config["rms_norm_eps"]
     if config["model_type"] == "phimoe":  # transformers always takes the short factors, the release's code by the length
         rotary, longer = model.model.rotary_emb, config["rope_scaling"]["original_max_position_embeddings"] < GREEDY_FROM
         init = rotary.rope_init_fn
@@ -2833,19 +2875,20 @@ def indexer(layer):
     return getattr(getattr(attention, "compressor", None) or attention, "indexer", None)
 
 
-def index(layer, interleaved, x, latent, cos, sin):
+def index(layer, interleaved, x, latent, cos, sin, last):
     """What an indexer thinks of each token [n, n], by the rules of the releases.  x [n, hidden]: the rows of the layer
-    after its norm; latent: those of the query after theirs."""
+    after its norm; latent: those of the query after theirs; last: the last values of a head are rotated."""
     n, half = len(x), cos.shape[-1] // 2
     q, k = layer.wq_b(latent).reshape(n, layer.n_heads, -1), layer.k_norm(layer.wk(x))[:, None]
     cos, sin = cos[:, None, :half], sin[:, None, :half]
 
-    def turn(t):  # the first values of a head
+    def turn(t):  # the first values of a head, or the last
         part = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (
             slice(0, half), slice(half, 2 * half))
-        a, b = t[..., part[0]], t[..., part[1]]
         t = t.clone()
-        t[..., part[0]], t[..., part[1]] = a * cos - b * sin, b * cos + a * sin
+        turned = t[..., t.shape[-1] - 2 * half if last else 0:]
+        a, b = turned[..., part[0]].clone(), turned[..., part[1]].clone()
+        turned[..., part[0]], turned[..., part[1]] = a * cos - b * sin, b * cos + a * sin
         return t
 
     match = torch.einsum("qhd,kd->qhk", turn(q), turn(k)[:, 0]).relu() * q.shape[-1] ** -0.5
@@ -3003,8 +3046,9 @@ def watch_indexers(layers):
         if hasattr(layer, "scorer"):
             return watch_compressed(layer, args[0][0], args[1][0], output[0], gaps)
         x, latent, (cos, sin) = args[0][0], args[1][0], args[2]
-        interleaved, k = layer.config.model_type == "glm_moe_dsa", layer.index_topk
-        score = index(layer, interleaved, x, latent, cos[0], sin[0])
+        last, k = layer.config.model_type == "hy_v4", layer.index_topk
+        interleaved = last or layer.config.model_type == "glm_moe_dsa"
+        score = index(layer, interleaved, x, latent, cos[0], sin[0], last)
         gap = torch.full((len(x),), math.inf)
         for t in range(k, len(x)):
             best = score[t, :t + 1].sort(descending=True)
@@ -3168,6 +3212,9 @@ def declare(kind, names):
     if kind == "modelopt_step":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*self_attn*", "*moe.gate", "*share_expert*", "*mlp*", "vision_model*"])
+    if kind == "modelopt_hy4":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
+            "lm_head", "*self_attn*", "*mlp.gate", "*shared_experts*"])
     if kind == "modelopt_kimi_linear":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*self_attn*", "*block_sparse_moe.gate", "*shared_experts*", "model.layers.0.mlp*"])
