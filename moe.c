@@ -58,7 +58,7 @@
  *   Model: tensors of a file                         450  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        220  heads, windows, rotations
  *   Families: grouped-query attention                390  what each reads, its layers, its forward
- *   Families: latent attention                       140  the same of DeepSeek-V2, V3, V3.2, GLM-5, Hunyuan 4
+ *   Families: latent attention                       170  the same of DeepSeek-V2, V3, V3.2, GLM-5, Hunyuan 4, dots.3
  *   Families: DeepSeek-V4                            240  the same
  *   Families: gated delta nets                       200  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 70  the same of Nemotron-3
@@ -1155,6 +1155,7 @@ struct attn {
     bool norm_last;   /* GQA: norms of heads come after the rotation */
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
+    bool shared_norm; /* MLA: the shared key is normed before its rotation */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
     bool index_last;  /* MLA: the indexer rotates the last values of a head; otherwise the first ones */
     float index_eps;  /* epsilon of the LayerNorm of the indexer's keys */
@@ -1266,6 +1267,7 @@ enum qk_norm {
     X(GQA_V, l->mixer == MIXER_GQA && !l->attn.v_is_k)                                \
     X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS && !l->unit_norm)                        \
     X(UNIT_NORM, l->qk_norm == QK_NORM_HEADS && l->unit_norm)                         \
+    X(SHARED_NORM, l->attn.shared_norm)                                               \
     X(ROW_NORM, l->qk_norm == QK_NORM_ROWS)                                           \
     X(SINKS, l->attn.has_sinks)                                                       \
     X(HEAD_GATE, l->attn.n_gate > 0)                                                  \
@@ -1419,7 +1421,8 @@ struct layer {
     struct weight wq;             /* (n_head * head_k, n_embd) */
     struct weight wk;             /* (n_head_kv * head_k, n_embd) */
     struct weight wv;             /* (n_head_kv * head_v, n_embd) */
-    const float *q_norm, *k_norm; /* (head_k), NULL: the heads are not normed; QK_NORM_ROWS: (DIM_Q), (DIM_K) */
+    const float *q_norm, *k_norm; /* (head_k), NULL: the heads are not normed; QK_NORM_ROWS: (DIM_Q), (DIM_K); latent
+                                   * attention: k_norm (rope dim) of the shared key */
     const float *sinks;           /* (n_head) logits in the softmax that no value belongs to; NULL: none */
     struct weight w_gate;         /* (n_head * n_gate, n_embd) gates of the heads' results, of kind head_gate */
     enum head_gate head_gate;
@@ -1527,6 +1530,7 @@ enum dim {
     DIM_HEAD_K,    /* head_k */
     DIM_HEAD_V,    /* head_v */
     DIM_NOPE,      /* head_k without its rotated values */
+    DIM_ROPE,      /* these */
     DIM_Q_LORA,    /* q_lora */
     DIM_KV_LORA,   /* kv_lora */
     DIM_KV_A,      /* kv_lora + rotated values */
@@ -1696,6 +1700,7 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR(NULL,                    NULL,                           q_norm,      HEAD_K,            HAS_UNIT_NORM),
     VECTOR(NULL,                    NULL,                           k_norm,      HEAD_K,            HAS_UNIT_NORM),
+    VECTOR("attn_k_norm.weight",    "self_attn.k_rope_only_layernorm", k_norm,   ROPE,              HAS_SHARED_NORM),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      Q,                 HAS_ROW_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      K,                 HAS_ROW_NORM),
     VECTOR("attn_sinks.weight",     "self_attn.sinks",              sinks,       HEADS,             HAS_SINKS),
@@ -1976,6 +1981,9 @@ static const struct key_rule key_rules[] = {
     {"attention.kv_lora_rank",               KEY_INT,  KEY_ONE,    1, 8192,        KEY_REQUIRED},
     {"attention.key_length_mla",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_REQUIRED},
     {"attention.value_length_mla",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_REQUIRED},
+    {"attention.kv_lora_rank_swa",           KEY_INT,  KEY_ONE,    1, 8192,        KEY_REQUIRED}, /* where layers have windows */
+    {"attention.key_length_mla_swa",         KEY_INT,  KEY_ONE,    2, 4096,        KEY_REQUIRED},
+    {"attention.value_length_mla_swa",       KEY_INT,  KEY_ONE,    1, 4096,        KEY_REQUIRED},
     /* indexers */
     {"attention.indexer.head_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
     {"attention.indexer.key_length",         KEY_INT,  KEY_ONE,    2, 1024,        KEY_REQUIRED},
@@ -2389,6 +2397,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_HEAD_K: return a->head_k;
     case DIM_HEAD_V: return a->head_v;
     case DIM_NOPE: return layer_nope(m, layer);
+    case DIM_ROPE: return layer_rope_dim(m, layer);
     case DIM_Q_LORA: return a->q_lora;
     case DIM_KV_LORA: return a->kv_lora;
     case DIM_KV_A: return a->kv_lora + layer_rope_dim(m, layer);
@@ -3421,6 +3430,7 @@ static inline void layer_cache(const struct model *m, const struct layer *layer,
         if (layer_rope_dim(m, layer))
             out[CACHE_V] =
                 cache_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
+        for (int u = CACHE_K; u <= CACHE_V && out[u].width; u++) window_cache(&out[u], a->window, m->n_ctx_train);
         break;
     case MIXER_CSA: csa_cache(layer, type, m->n_ctx_train, out); break;
     case MIXER_DELTA: delta_cache(&layer->delta, 2, out); break;
@@ -5283,8 +5293,8 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: latent attention
  *
- * Multi-head latent attention (MLA) of DeepSeek-V2 and V3 and of Kimi-K2, with an indexer DeepSeek-V3.2, GLM-5 and
- * GLM-5.3-Flash.
+ * Multi-head latent attention (MLA) of DeepSeek-V2 and V3 and of Kimi-K2, with an indexer DeepSeek-V3.2, GLM-5,
+ * GLM-5.3-Flash, Hunyuan 4 and dots.3, whose layers with a window have none.
  * ============================================================================================================ */
 
 /* Reads the metadata of multi-head latent attention (arXiv 2405.04434, section 2.1). */
@@ -5382,6 +5392,32 @@ static void layer_hy4(struct loader *l, struct layer *layer, int il) {
     layer->attn.has_sinks = true;
 }
 
+/* Reads the metadata of dots.3, whose layers with a window have latents, heads and a rotation of their own. */
+static void read_dots3(struct loader *l) {
+    struct attn *w = &l->attn_window;
+    read_windows(l, KEY_REQUIRED, 0, false);
+    read_sparse(l);
+    loader_index_types(l);
+    l->attn.index_pairs = l->attn.shared_norm = true;
+    *w = l->attn;
+    w->n_index = w->top_k = 0;
+    w->kv_lora = loader_int(l, "attention.kv_lora_rank_swa");
+    w->head_k = loader_int(l, "attention.key_length_mla_swa");
+    w->head_v = loader_int(l, "attention.value_length_mla_swa");
+    const int dim = l->failed ? 0 : l->m->ropes[l->attn.rope].dim;
+    if (!l->failed && w->head_k <= dim)
+        loader_fail(l, "metadata key '%s.attention.key_length_mla_swa' is %d, expected more than the %d rotated values",
+                    l->arch, w->head_k, dim);
+    loader_rope(l, "rope.freq_base_swa", false, dim, w);
+}
+
+/* A layer of dots.3, whose heads have gates. */
+static void layer_dots3(struct loader *l, struct layer *layer, int il) {
+    layer_sparse(l, layer, il);
+    layer->head_gate = GATE_SIGMOID;
+    layer->attn.n_gate = 1;
+}
+
 /* Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1). Keys and values of all heads come from one latent
  * c^KV_t of kv_lora values, and one rotated key k^R_t is shared.
  *
@@ -5389,6 +5425,9 @@ static void layer_hy4(struct loader *l, struct layer *layer, int il) {
  *   c^KV_t = N(W^DKV h_t)           k^R_t = R_t W^KR h_t                                   the rows of wkv_a
  *   k_t,i  = [W^UK_i c^KV_t; k^R_t] v_t,i = W^UV_i c^KV_t                                  wk_b: W^UK transposed; wv_b
  *   o_t,i  = sum over s <= t of softmax_s(q_t,i . k_s,i * scale) v_s,i
+ *
+ * In Hunyuan 4 the softmax has a sink for each head, and sigmoid(W^G_i h_t) scales o_t,i, value by value. In dots.3 the
+ * shared key is normed, k^R_t = R_t N(W^KR h_t), one sigmoid scales o_t,i, and few layers see more than a window.
  *
  * The cache holds c^KV_t and k^R_t alone: 576 values a token in DeepSeek-V3, where 128 heads of keys and values would
  * be 40,960. Since q . (W^UK c) = (W^UK^T q) . c, few queries are taken into the latent space by wk_b, attend to the
@@ -6450,6 +6489,8 @@ static const struct family families[] = {
     {.arch = "glm4", .dense = true, .read = read_llama, .layer = layer_glm4_dense},
     {.arch = "dots1",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
+    {.arch = "dots3note", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_mtp = true,
+     .read = read_dots3,    .layer = layer_dots3},
     {.arch = "hunyuan-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_hunyuan,  .layer = layer_gqa},
     {.arch = "bailingmoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
@@ -7886,6 +7927,17 @@ static const struct synth synths[] = {
      "attention.head_count_kv=32 attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 "
      "expert_count=128 expert_used_count=6 expert_feed_forward_length=1408 expert_shared_count=2 vocab_size=152064 "
      "expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e7"},
+    {"dots.3-note", "dots3note", .keys =
+     "context_length=524288 embedding_length=5120 block_count=46 feed_forward_length=13824 "
+     "attention.head_count=128,128:64:64:64* attention.head_count_kv=1 attention.key_length=576 "
+     "attention.value_length=512 attention.q_lora_rank=1024 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+     "attention.value_length_mla=128 rope.dimension_count=64 attention.sliding_window=512 "
+     "attention.sliding_window_pattern=0,0:1:1:1* attention.kv_lora_rank_swa=1024 attention.key_length_swa=1088 "
+     "attention.value_length_swa=1024 attention.key_length_mla_swa=256 attention.value_length_mla_swa=128 "
+     "attention.indexer.head_count=64 attention.indexer.key_length=128 attention.indexer.top_k=2048 "
+     "leading_dense_block_count=1 expert_count=256 expert_used_count=8 expert_feed_forward_length=1536 "
+     "expert_shared_count=1 expert_gating_func=2 vocab_size=152064 expert_weights_norm=true "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=8e7 rope.freq_base_swa=5e4"},
     {"hunyuan-a13b", "hunyuan-moe", .keys =
      "context_length=262144 embedding_length=4096 block_count=32 attention.head_count=32 attention.head_count_kv=8 "
      "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
@@ -8627,7 +8679,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
     char name[64];
     m->family->layer(l, &layer, il);
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
-    const bool sees_all = layer.mixer == MIXER_GQA && dense;
+    const bool sees_all = (layer.mixer == MIXER_GQA && dense) || (layer.mixer == MIXER_MLA && layer.attn.window);
     if (layer.mixer != MIXER_CSA && !sees_all && !(shares && (il - y->index_first + 1) % y->index_freq))
         layer.attn.n_index = l->attn.n_index;
     if (y->head_norm) layer.qk_norm = QK_NORM_HEADS;
@@ -12416,6 +12468,7 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
         for (int h = 0; h < a->n_head; h++) rope_pairs(heads + h * a->head_k + nope, c, s, dim);
         if (a->temp_scale != 0) r->cpu->k->scale(heads, attn_temperature(a, r->pos + t), heads, a->n_head * a->head_k);
         r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
+        if (layer->k_norm) r->cpu->k->rmsnorm(latent + a->kv_lora, layer->k_norm, m->rms_eps, latent + a->kv_lora, dim);
         rope_pairs(latent + a->kv_lora, c, s, dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, latent);
         if (dim) kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, latent + a->kv_lora);
@@ -25059,17 +25112,18 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v2,\n"
                                     "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
-                                    "glm-4.7-flash, glm-5, glm-5.2, hy4-preview, dots.llm1, hunyuan-a13b, ling-lite,\n"
-                                    "ling-flash-2, granite-4.0-h-small, granite-swash-3b-a600m, granite-3.1-1b-a400m,\n"
-                                    "k-exaone-236b-a23b, trinity-mini, maple-preview, qwen3-vl-30b-a3b,\n"
-                                    "north-mini-code, phi-3.5-moe, dbrx-132b, smallthinker-21b-a3b, llama-4-scout,\n"
-                                    "qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b, gemma-4-26b-a4b, gemma-4-31b,\n"
-                                    "qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b, qwen3.5-397b-a17b,\n"
-                                    "qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b, gpt-oss-20b, minimax-m2.5,\n"
-                                    "minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
-                                    "step-3.7-flash, laguna-xs, mellum2-12b-a2.5b, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b,\n"
-                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b.\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, hy4-preview, dots.llm1, dots.3-note,\n"
+                                    "hunyuan-a13b, ling-lite, ling-flash-2, granite-4.0-h-small,\n"
+                                    "granite-swash-3b-a600m, granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini,\n"
+                                    "maple-preview, qwen3-vl-30b-a3b, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
+                                    "smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
+                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
+                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
+                                    "glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b, nemotron-3-nano-30b-a3b or\n"
+                                    "nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0|fp8 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"

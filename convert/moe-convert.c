@@ -596,6 +596,7 @@ struct output {
     struct piece *pieces;  /* stb_ds; empty: the data are `values` */
     float *values;         /* stb_ds */
     enum meaning meaning;  /* what the values of the source are */
+    float factor;          /* of these; 0: 1 */
     bool finite;           /* moe refuses infinity and NaN in it */
     int below;             /* I32: ids of experts, which are below this number */
     const char *remark;    /* for the listing of --dry-run */
@@ -931,6 +932,7 @@ static struct checkpoint {
     bool (*lacks_kv)(int layer);    /* the block has a recurrent mixer or a gated convolution, and no KV head; NULL: all
                                       * have some */
     bool no_rope;                   /* latent attention has no rotated values */
+    bool grown_latents;             /* GGUF files have norms of latents times sqrt(hidden_size / their width) */
     bool unrotated;                 /* attention has no rotation, and GGUF files say so (Granite 4) */
     int full_head;                  /* values of a head in layers without a window; 0: as many as in the others */
     int n_head, n_head_kv;          /* heads of queries, of keys and values */
@@ -1056,7 +1058,7 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_ONE] = "1", [DIM_EMBD] = "hidden_size", [DIM_2_EMBD] = "2 hidden_size", [DIM_SUM] = "hidden_size",
     [DIM_VOCAB] = "vocab_size", [DIM_TOKENS] = "vocab_size",
     [DIM_HEADS] = "num_attention_heads",
-    [DIM_NOPE] = "qk_nope_head_dim", [DIM_Q_LORA] = "q_lora_rank",
+    [DIM_NOPE] = "qk_nope_head_dim", [DIM_ROPE] = "qk_rope_head_dim", [DIM_Q_LORA] = "q_lora_rank",
     [DIM_KV_LORA] = "kv_lora_rank", [DIM_KV_A] = "kv_lora_rank + qk_rope_head_dim",
     [DIM_INDEXES] = "index_n_heads",
     [DIM_HC_EMBD] = "hc_mult x hidden_size", [DIM_HC] = "hc_mult", [DIM_HC_MIX] = "(2 + hc_mult) hc_mult",
@@ -1401,6 +1403,9 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     const char *name = fmt("%s%s", from, bare ? "" : ".weight");
     if (r->n != DIM_ONE) plan_taps(dst, name, r->in, r->n);
     else if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
+    if (src.grown_latents &&
+        (r->field == offsetof(struct layer, q_a_norm) || r->field == offsetof(struct layer, kv_a_norm)))
+        arrlast(plan).factor = (float)sqrt((double)dim_of(DIM_EMBD) / (double)dim_of(r->in));
 }
 
 /* Whether a row is the gate of a feed-forward, shared or not, or of experts. The row of up follows it. */
@@ -2008,6 +2013,7 @@ static void find_names(void) {
 /* Skips or refuses tensors by their names. */
 static void screen_names(void) {
     static const char *const vision[] = {"vision_tower.",
+                                         "vision_encoder.",
                                          "mm_projector.",
                                          "model.visual.",
                                          "visual.",
@@ -2024,9 +2030,9 @@ static void screen_names(void) {
                                          "vision.",
                                          "image_",
                                          "aligner."};
-    static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
-                                         "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp.",
-                                         "model.mtp_layers."};
+    static const char *const drafts[] = {
+        "model.mtp_block.",    "model.mtp_emb_norm.",       "model.mtp_hidden_norm.", "model.mtp_linear_proj.",
+        "language_model.mtp.", "language_model.model.mtp.", "model.mtp_layers.",      "model.mtp.embed_tokens."};
     const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
     size_t n_vision = 0, n_draft = 0, n_dspark = 0;
     struct finding needless[COUNT(skipped_suffixes)] = {{0}};
@@ -2985,6 +2991,36 @@ static void config_dots1(void) {
     expect(c, "max_window_layers",
            kinds || !get(c, "sliding_window") || get_int(c, "max_window_layers", 0, INT32_MAX, 62) >= src.n_layer,
            fmt("at least %d (GGUF files of dots1 cannot have windows)", src.n_layer));
+}
+
+/* Whether a layer of dots.3 has an indexer: those without a window do. */
+static bool has_indexer_dots3(int layer) { return layer < src.n_layer && !is_windowed(layer); }
+
+/* Writes the sizes of dots.3, whose layers with a window have some of their own. */
+static void put_dots3(void) {
+    const size_t latent = size_of("swa_kv_lora_rank"), rope = size_of("qk_rope_head_dim");
+    put_indexer();
+    kv_flags("attention.indexer.types", src.n_layer, has_indexer_dots3);
+    kv_u32("attention.kv_lora_rank_swa", latent);
+    kv_u32("attention.key_length_swa", latent + rope);
+    kv_u32("attention.value_length_swa", latent);
+    kv_u32("attention.key_length_mla_swa", size_of("swa_qk_nope_head_dim") + rope);
+    kv_u32("attention.value_length_mla_swa", size_of("swa_v_head_dim"));
+}
+
+/* Reads the keys of dots.3. */
+static void config_dots3(void) {
+    struct doc c = src.cfg;
+    static const char *const same[] = {"q_lora_rank", "qk_rope_head_dim"};
+    config_leading_dense();
+    src.n_group = 1;
+    check_indexer();
+    src.window_heads[0] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, REQUIRED);
+    for (size_t i = 0; i < COUNT(same); i++) {
+        const char *other = fmt("swa_%s", same[i]);
+        expect(c, other, size_of(other) == size_of(same[i]), fmt("%zu as %s", size_of(same[i]), same[i]));
+    }
+    expect(c, "layer_types", src.window && has_indexer_dots3(0), "layers with a window, and none in layer 0");
 }
 
 /* Reads the keys of Hunyuan-A13B. The alpha of its releases makes a context of 256K tokens, whatever
@@ -4215,6 +4251,17 @@ static const struct release {
      .src = {.arch = "glm4", .rotary = 0.5, .partial = true}},
     {.type = "dots1", .config = config_dots1,
      .src = {.arch = "dots1", DEEPSEEK_EXPERTS, .router_bias = bias_name, .scaling_optional = true}},
+    {.type = "dots3_note", .config = config_dots3, .names = "sliding_window sliding_window_size?",
+     .fixed = "moe_layer_freq 1 use_dsa true scoring_func sigmoid topk_method noaux_tc n_group 1 topk_group 1 "
+              "apply_mla_qkv_lora_rescale true k_rope_only_layernorm true attention_gate_type headwise "
+              "swa_attention_gate_type headwise use_dynamic_rsf false",
+     .src = {.arch = "dots3note", LATENT, .is_dense = is_dense_leading, .leads = true, .first_dense = 1,
+             .experts_key = "n_routed_experts", .experts_other = "num_local_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .n_shared = 1,
+             .is_windowed = is_windowed_typed, .window_rope = true, .window_theta = "swa_rope_theta", .list_heads = true,
+             .has_indexer = has_indexer_dots3, .grown_latents = true, .mtp_unsaid = true,
+             .mtp_why = "moe has no reference for it", .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .eps = 1e-5, .put = put_dots3}},
     {.type = "deepseek_v4", .config = config_deepseek_v4,
      .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
               "norm_topk_prob true mlp_bias false",
@@ -5665,7 +5712,7 @@ static void put_rope_sections(struct doc r) {
 /* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
 static void put_rotated(struct doc r) {
     const size_t head = head_k(), n = src.proportional ? head : rotated(r, false);
-    const bool half = !src.partial && src.window_rope;
+    const bool half = !src.partial && src.window_rope && src.mixer != MIXER_MLA;
     if (half) expect(src.cfg, "partial_rotary_factors", 2 * n == head, "0.5 for layers without a window");
     else if (src.partial || src.pairs) kv_u32("rope.dimension_count", n);
     if (src.sections) put_rope_sections(r);
@@ -6600,10 +6647,11 @@ static void write_floats(enum gguf_type type, float *v, size_t n) {
 }
 
 /* Turns values of the source into those that are written. */
-static void apply_meaning(enum meaning meaning, float *v, size_t n) {
+static void apply_meaning(enum meaning meaning, float factor, float *v, size_t n) {
     for (size_t i = 0; i < n && meaning == LESS_ONE; i++) v[i] += 1.0f;
     for (size_t i = 0; i < n && (meaning == LOGARITHM || meaning == EXPONENT); i++)
         v[i] = (float)((meaning == LOGARITHM ? -1 : 1) * exp((double)v[i]));
+    for (size_t i = 0; i < n && factor != 0; i++) v[i] *= factor;
 }
 
 /* Dies if a type cannot have the scale of a block whose largest weight is `largest`. */
@@ -6789,7 +6837,7 @@ static void write_piece(struct output *o, size_t index) {
             write_quantized(o, l, NULL, v, n);
             continue;
         }
-        apply_meaning(o->meaning, v, n * width);
+        apply_meaning(o->meaning, o->factor, v, n * width);
         for (size_t i = 0; o->finite && i < n * width; i++) check_finite(p, r, v, v[i]);
         write_floats(o->type, v, n * width);
     }
@@ -6998,13 +7046,13 @@ static const struct manual manual = {
              "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
              "qwen4_exp_text, deepseek_v3, deepseek_v2, deepseek, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, solar_open,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, hy_v4, hunyuan_v1_moe, bailing_moe,\n"
-             "bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared, granitemoehybrid,\n"
-             "granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe, dbrx, lfm2_moe,\n"
-             "maple, smallthinker, llama4, llama4_text, phimoe, gpt_oss, minimax_m2,\n"
-             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
-             "mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe, qwen2,\n"
-             "ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, dots3_note, hy_v4, hunyuan_v1_moe,\n"
+             "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
+             "granitemoehybrid, granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe,\n"
+             "dbrx, lfm2_moe, maple, smallthinker, llama4, llama4_text, phimoe, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
+             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
              "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
              "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"

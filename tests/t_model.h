@@ -464,6 +464,12 @@ static void test_fixtures_hy4(void) {
     check_fixture("hy_v4_nvfp4", NULL);
 }
 
+/* Prompts longer than the indexers' choice and than windows. */
+static void test_fixtures_dots3(void) {
+    check_fixture("dots3_note", NULL);
+    check_fixture("dots3_note_nvfp4", NULL);
+}
+
 static void test_fixtures_ling(void) {
     check_fixture("bailing_moe_v2", NULL);
     check_fixture("sarvam_moe_nvfp4", NULL);
@@ -791,7 +797,8 @@ static void test_sparse_begins(void) {
         int top_k, keys; /* that are chosen; the longest context of which all are seen */
     } c[] = {
         {"deepseek_v32", 16, 16}, {"glm_moe_dsa", 32, 32},     {"minimax_m3", 48, 48}, {"minimax_m3_nvfp4", 96, 96},
-        {"glm5_next", 32, 35},    {"glm5_next_nvfp4", 24, 31}, {"hy_v4", 32, 32},      {"hy_v4_nvfp4", 24, 24}};
+        {"glm5_next", 32, 35},    {"glm5_next_nvfp4", 24, 31}, {"hy_v4", 32, 32},      {"hy_v4_nvfp4", 24, 24},
+        {"dots3_note", 32, 32}};
     for (size_t f = 0; f < sizeof c / sizeof *c; f++) {
         struct model m;
         char path[256];
@@ -1094,6 +1101,14 @@ static const struct synth batch_shapes[] = {
      "hyper_connection.count=3 hyper_connection.epsilon=1e-6 hyper_connection.magnitude=2 leading_dense_block_count=1 "
      "feed_forward_length=64 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 "
      "expert_gating_func=2 vocab_size=96 context_length=65536 swiglu_clamp_exp=10"},
+    {"windows of latents", "dots3note", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=6,4 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=64 attention.key_length_mla=40 attention.value_length_mla=16 rope.dimension_count=8 "
+     "attention.indexer.head_count=3 attention.indexer.key_length=24 attention.indexer.top_k=300 "
+     "attention.kv_lora_rank_swa=96 attention.key_length_mla_swa=24 attention.value_length_mla_swa=32 "
+     "attention.sliding_window=700 attention.sliding_window_pattern=0,1 leading_dense_block_count=1 "
+     "feed_forward_length=64 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_gating_func=2 vocab_size=96 context_length=65536 rope.freq_base_swa=5e4"},
     {"streams of a low rank, n-grams, means of keys", "qwen4exp", .keys =
      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=64 "
      "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
@@ -2040,13 +2055,14 @@ static void test_cpu_profile(void) {
         {"model/fixtures-ling1", test_fixtures_ling1}, {"model/fixtures-solar", test_fixtures_solar},                  \
         {"model/fixtures-granite-swa", test_fixtures_granite_swa}, {"model/fixtures-means", test_fixtures_means},      \
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl}, {"model/fixtures-hunyuan", test_fixtures_hunyuan},        \
-        {"model/fixtures-hy4", test_fixtures_hy4}, {"model/fixtures-ling", test_fixtures_ling},                        \
-        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
-        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
-        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
-        {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
-        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
-        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
+        {"model/fixtures-hy4", test_fixtures_hy4}, {"model/fixtures-dots3", test_fixtures_dots3},                      \
+        {"model/fixtures-ling", test_fixtures_ling}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},                \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},        \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-dense", test_fixtures_dense},                  \
+        {"model/fixtures-mistral", test_fixtures_mistral}, {"model/fixtures-gemma4", test_fixtures_gemma4},            \
+        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
         {"model/fixtures-deepseek41", test_fixtures_deepseek41},                                                       \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \

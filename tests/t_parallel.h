@@ -258,6 +258,7 @@ static void test_parallel_kernels(void) {
                                         "glm4",
                                         "gemma4",
                                         "deepseek_v41",
+                                        "dots3_note",
                                         "hy_v4",
                                         "hunyuan_v1_moe",
                                         "afmoe_nvfp4",

@@ -76,6 +76,7 @@ static void test_store_bits(void) {
                                         "qwen3moe_reap",
                                         "dots1",
                                         "mixtral",
+                                        "dots3_note",
                                         "hy_v4",
                                         "hunyuan_v1_moe",
                                         "granitemoe",

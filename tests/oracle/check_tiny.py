@@ -337,7 +337,8 @@ def index_scores(W, config, x, latent, p):
     k = layer_norm(x @ W.get(p + "wk.weight").T, W.get(p + "k_norm.weight"), W.get(p + "k_norm.bias"),
                    config["rms_norm_eps"] if last else 1e-6)[:, None]
     cos, sin, _ = rope_tables(config, n, rope)
-    turn = turn_pairs if last or config.get("indexer_rope_interleave", False) else turn_halves
+    pairs = last or config["model_type"] == "dots3_note" or config.get("indexer_rope_interleave", False)
+    turn = turn_pairs if pairs else turn_halves
     at = d - rope if last else 0
     q, k = (np.concatenate([t[..., :at], turn(t[..., at:at + rope], cos[:, None], sin[:, None]), t[..., at + rope:]], -1)
             for t in (q, k))
@@ -453,6 +454,10 @@ def indexed(W, config, x, latent, p, layer):
 
 
 def mla(W, config, x, p, layer):
+    dots3 = config["model_type"] == "dots3_note"
+    if dots3 and config["layer_types"][layer] == "sliding_attention":  # other sizes, and no indexer
+        own = {k.removeprefix("swa_"): v for k, v in config.items() if k.startswith("swa_")}
+        config = {k: v for k, v in (config | own).items() if k != "index_topk"} | {"window": config["sliding_window_size"]}
     n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
     nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
     unrotated, bailing = not rope or config["model_type"] == "kimi_linear", config["model_type"] == "bailing_hybrid"
@@ -460,12 +465,16 @@ def mla(W, config, x, p, layer):
         eps = 1e-6
     if config["q_lora_rank"]:
         low = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
+        low *= math.sqrt(config["hidden_size"] / config["q_lora_rank"]) if dots3 else 1
         q = low @ W.get(p + "q_b_proj.weight").T
     else:
         low, q = None, x @ W.get(p + "q_proj.weight").T
     q = q.reshape(n, heads, nope + rope)
     latent = x @ W.get(p + "kv_a_proj_with_mqa.weight").T
     kv = rms(latent[:, :rank], W.get(p + "kv_a_layernorm.weight"), eps) @ W.get(p + "kv_b_proj.weight").T
+    if dots3:
+        kv *= math.sqrt(config["hidden_size"] / rank)
+        latent[:, rank:] = rms(latent[:, rank:], W.get(p + "k_rope_only_layernorm.weight"), eps)
     kv = kv.reshape(n, heads, nope + config["v_head_dim"])
     cos, sin, sharpen = (np.ones((n, rope // 2)), np.zeros((n, rope // 2)), 1) if unrotated else rope_tables(
         config, n, rope)
@@ -476,10 +485,11 @@ def mla(W, config, x, p, layer):
     k = np.concatenate([kv[..., :nope], k_rope], -1)
     chosen = indexed(W, config, x, low, p + "indexer.", layer)
     sinks = W.get(p + "learnable_sink_param") if W.has(p + "learnable_sink_param") else None
-    y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, sinks=sinks, chosen=chosen)
+    y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, window=config.get("window"), sinks=sinks,
+               chosen=chosen)
     if W.has(p + "linear_gate.weight"):
         y = y.reshape(n, -1) * sigmoid(x @ W.get(p + "linear_gate.weight").T)
-    if bailing:
+    if bailing or dots3:
         gate = sigmoid(x @ W.get(p + "g_proj.weight").T)
         y = (y.reshape(n, heads, -1) * gate[..., None]).reshape(n, -1)
     return y @ W.get(p + last_projection(config)).T
@@ -1906,8 +1916,8 @@ def check(folder):
                "k_proj.k_scale", "v_proj.v_scale")
     if config["model_type"] == "deepseek_v41_text":
         ignored += "vision.", "aligner.", "image_", "mtp.", ".gate.bias_vl"
-    if config["model_type"] == "hy_v4":
-        ignored += "model.mtp_layers.",
+    if config["model_type"] in ("hy_v4", "dots3_note"):
+        ignored += "model.mtp", f"model.layers.{config['num_hidden_layers']}."
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"

@@ -1018,6 +1018,30 @@ def hy4(types, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def dots3(kinds, **changes):
+    """config.json in the words of dots3-note-prev, whose text model stands at the top; kinds: F for a layer that sees the
+    keys that its indexer chooses, S for one with a window."""
+    n = len(kinds)
+    return {"apply_mla_qkv_lora_rescale": True, "architectures": ["Dots3NoteForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "attention_gate_type": "headwise", "bos_token_id": EOT, "dtype": "bfloat16",
+            "eos_token_id": IM_END, "first_k_dense_replace": 1, "head_dim": 48, "hidden_act": "silu", "hidden_size": 64,
+            "index_head_dim": 64, "index_n_heads": 16, "index_topk": 32, "initializer_range": 0.02,
+            "intermediate_size": 192, "k_rope_only_layernorm": True, "kv_lora_rank": 64,
+            "layer_types": [{"F": "full_attention", "S": "sliding_attention"}[k] for k in kinds],
+            "max_position_embeddings": 4096, "model_type": "dots3_note", "moe_intermediate_size": 64,
+            "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": changes.get("moe_intermediate_size", 64),
+            "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 4,
+            "num_experts_per_tok": 3, "num_hidden_layers": n, "num_key_value_heads": changes.get("num_attention_heads", 4),
+            "pad_token_id": EOT, "q_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "rms_norm_eps": 1e-5,
+            "rope_scaling": None, "rope_theta": 80000000, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid",
+            "sliding_window_size": 16, "swa_attention_gate_type": "headwise", "swa_head_dim": 64, "swa_kv_lora_rank": 128,
+            "swa_num_attention_heads": 2, "swa_num_key_value_heads": changes.get("swa_num_attention_heads", 2),
+            "swa_q_lora_rank": changes.get("q_lora_rank", 96), "swa_qk_nope_head_dim": 48, "swa_qk_rope_head_dim": 16,
+            "swa_rope_theta": 50000, "swa_v_head_dim": 48, "tie_word_embeddings": False, "topk_group": 1,
+            "topk_method": "noaux_tc", "use_cache": True, "use_dsa": True, "use_sliding_window": True, "v_head_dim": 32,
+            "vocab_size": VOCAB, **changes}
+
+
 # Words of single families -> those of the others
 ALIASES = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
            "moe_renormalize": "norm_topk_prob"}
@@ -1326,6 +1350,16 @@ SPECS = {
                               layer_types=["full_attention"] * 2, max_window_layers=2, sliding_window=4),
                         rope_type="default", rope_theta=1000000.0),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "dots3_note": dict(
+        config=dots3("FFSF"), positions=96,
+        aside={"model.mtp.embed_tokens.weight": (VOCAB, 64), "model.layers.4.enorm.weight": (64,)}),
+    "dots3_note_nvfp4": dict(
+        config=dots3("FSS", hidden_size=128, num_attention_heads=2, q_lora_rank=64, kv_lora_rank=128, v_head_dim=64,
+                     index_head_dim=32, index_n_heads=12, index_topk=24, sliding_window_size=24, swa_kv_lora_rank=64,
+                     swa_num_attention_heads=6, swa_head_dim=48, swa_qk_nope_head_dim=32, swa_v_head_dim=32,
+                     rms_norm_eps=0.01, moe_intermediate_size=128, n_routed_experts=6, num_experts_per_tok=2,
+                     n_shared_experts=2, routed_scaling_factor=1.5),
+        declare="modelopt_experts", positions=72, store=[(EXPERTS, "nvfp4")]),
     "hy_v4": dict(
         config=hy4("FSFS"), positions=96, fused=r"model\.", store=[(HY4_F32, "full")],
         aside={"model.mtp_layers.0.enorm.weight": (64,)}),
@@ -2741,7 +2775,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
-            "dbrx", "phimoe", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text") or (
+            "dbrx", "phimoe", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text", "dots3_note") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -3047,7 +3081,7 @@ def watch_indexers(layers):
             return watch_compressed(layer, args[0][0], args[1][0], output[0], gaps)
         x, latent, (cos, sin) = args[0][0], args[1][0], args[2]
         last, k = layer.config.model_type == "hy_v4", layer.index_topk
-        interleaved = last or layer.config.model_type == "glm_moe_dsa"
+        interleaved = last or layer.config.model_type in ("glm_moe_dsa", "dots3_note_text")
         score = index(layer, interleaved, x, latent, cos[0], sin[0], last)
         gap = torch.full((len(x),), math.inf)
         for t in range(k, len(x)):
