@@ -65,7 +65,7 @@
  *   Families: short convolutions                      40  the same of LFM2
  *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: n-grams                                150  the same of Qwen3.8-Flash-Next
- *   Families: the forward                            280  the forward of all. START HERE
+ *   Families: the forward                            330  the forward of all. START HERE
  *   Model: layers and files                          910  binds layers, checks leftovers, the nearest family, opens files
  *   Shards of a model                                300  what each rank holds
  *   Synthetic models: shapes                         450  --synth: shapes of real models
