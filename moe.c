@@ -3937,6 +3937,7 @@ static inline const char *gpu_lacks(const struct model *m) {
     for (int il = 0; il < model_blocks(m); il++) {
         if (m->layers[il].attn.chunked) return "windows that begin anew (chunked attention)";
         if (m->layers[il].weighs_input) return "experts whose inputs the router weights";
+        if (m->layers[il].attn.shared_norm) return "norms of shared keys in latent attention";
         if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
             return "relative states of an odd number of values or of more than 16";
     }
@@ -31800,8 +31801,8 @@ static void launches_of(struct launches *k, const struct step *s) {
         break;
     }
     case OP_mla_attention:
-        launch_add(k, DECODE_MLA_QUERY, READS(&l->wk_b, &l->kv_a_norm), READS(&l->wk_b));
-        k->attention = launch_add(k, DECODE_MLA_ATTENTION, state - index - recent, 0);
+        launch_add(k, DECODE_MLA_QUERY, READS(&l->wk_b, &l->kv_a_norm, &l->k_norm), READS(&l->wk_b));
+        k->attention = launch_add(k, DECODE_MLA_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
         launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
         if (l->attn.n_gate) launch_add(k, DECODE_HEAD_GATE, 0, 0);
         break;

@@ -12248,10 +12248,10 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
         snprintf(why, ERR_MAX,
                  "layers with different shapes of latent attention (layer %d) are not supported on a GPU; use --cpu",
                  il);
-    else if (mla && (a->window || a->has_sinks || a->shared_norm || layer->qk_norm == QK_NORM_ROWS))
+    else if (mla && (a->window || a->has_sinks || layer->qk_norm == QK_NORM_ROWS))
         snprintf(why, ERR_MAX,
-                 "latent attention with a window, sinks or norms of rows or of the shared key (layer %d) is not "
-                 "supported on a GPU; use --cpu",
+                 "latent attention with a window, sinks or norms of rows (layer %d) is not supported on a GPU; "
+                 "use --cpu",
                  il);
     else if (a->top_k && !index_find(a->index_k, false,
                                      kind == ATTN_GQA && !a->index_means ? INDEX_BLOCK

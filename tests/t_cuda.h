@@ -2365,10 +2365,9 @@ static void test_cuda_refusals(void) {
                      "hyper-connections with other than four residual streams are not supported on a GPU; use --cpu"),
           "%s", err);
     model_free(&m);
-    const char *const mla[] = {
-        "different shapes of latent attention (layer 1) are",
-        "latent attention with a window, sinks or norms of rows or of the shared key (layer 0) is",
-        "latent attention with a window, sinks or norms of rows or of the shared key (layer 0) is"};
+    const char *const mla[] = {"different shapes of latent attention (layer 1) are",
+                               "latent attention with a window, sinks or norms of rows (layer 0) is",
+                               "latent attention with a window, sinks or norms of rows (layer 0) is"};
     synth_make(&m, &tiny_synths[1], NULL, true);
     for (int i = 0; i < 3; i++) {
         struct rank r = {0};
