@@ -1296,7 +1296,9 @@ enum qk_norm {
     X(EXPERTS, l->n_expert > 0)                                                       \
     X(GATED, !l->ungated)                                                             \
     X(LATENT, l->n_latent > 0)                                                        \
-    X(SHARED, l->n_ff_shared > 0 && !layer_parts(m, l))                               \
+    X(SHARED, l->n_ff_shared > 0 && !layer_beside(m, l))                              \
+    X(BESIDE, layer_beside(m, l))                                                     \
+    X(EARLY, m->family->early_experts && l->n_expert > 0)                             \
     X(PARTS, layer_parts(m, l))                                                       \
     X(EXPERT_IDS, l->has_expert_ids)                                                  \
     X(BIASES, l->has_biases)                                                          \
@@ -1806,9 +1808,10 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("pre_ffw_norm_2.weight", "pre_mlp_layernorm_2",          pre_ffw_norm_2, EMBD,           HAS_PARTS),
     VECTOR("post_ffw_norm_2.weight", "post_mlp_layernorm_2",        post_ffw_norm_2, EMBD,          HAS_PARTS),
     VECTOR("ffn_gate_inp.scale",    "mlp.gate.scale",               router_norm, EMBD,              HAS_PARTS),
-    MATRIX("ffn_gate",              "mlp.gate_proj",                sh_gate,     EMBD,    SHARED,   ONE,     HAS_PARTS),
-    MATRIX("ffn_up",                "mlp.up_proj",                  sh_up,       EMBD,    SHARED,   ONE,     HAS_PARTS),
-    MATRIX("ffn_down",              "mlp.down_proj",                sh_down,     SHARED,  EMBD,     ONE,     HAS_PARTS),
+    MATRIX("ffn_gate",              "mlp.gate_proj",                sh_gate,     EMBD,    SHARED,   ONE,     HAS_BESIDE),
+    MATRIX("ffn_up",                "mlp.up_proj",                  sh_up,       EMBD,    SHARED,   ONE,     HAS_BESIDE),
+    MATRIX("ffn_down",              "mlp.down_proj",                sh_down,     SHARED,  EMBD,     ONE,     HAS_BESIDE),
+    VECTOR("ffn_norm_exps.weight",  "pre_mlp_layernorm_2",          pre_ffw_norm_2, EMBD,           HAS_EARLY),
     {"ffn_up", "mlp.gate_up_proj", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_GATE_UP, DIM_ONE, HAS_DENSE_FUSED, false},
     MATRIX(NULL,                    NULL,                           gate,        EMBD,    FF,       ONE,     HAS_DENSE_FUSED),
     MATRIX(NULL,                    NULL,                           up,          EMBD,    FF,       ONE,     HAS_DENSE_FUSED),
@@ -2212,7 +2215,9 @@ struct family {
     enum rounding qat;    /* how its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
-    bool routes_input;    /* routers read the layer's input, without a norm */
+    bool beside;          /* files name the shared expert of a layer as a dense feed-forward */
+    bool routes_input;    /* routers read the layer's input, without a norm, */
+    bool early_experts;   /* or with one, and so do routed experts */
     bool no_mtp;          /* MTP layers do not run: there is no reference for them */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
@@ -2246,6 +2251,11 @@ static inline int mtp_streams(const struct model *m) { return m->n_hc && m->fami
 /* Whether the layer's feed-forward consists of a dense one and of experts, each with norms of its own. */
 static inline bool layer_parts(const struct model *m, const struct layer *l) {
     return m->family->parts && l->n_expert > 0;
+}
+
+/* Whether files name the feed-forward beside the experts of a layer as a dense one. */
+static inline bool layer_beside(const struct model *m, const struct layer *l) {
+    return layer_parts(m, l) || (m->family->beside && l->n_expert > 0 && l->n_ff_shared > 0);
 }
 
 /* Whether a layer of MIXER_CSA has compressed keys of its own, and whether it chooses among compressed keys. */
@@ -2707,7 +2717,7 @@ enum {
     X(void, clip, STEP_PARAMS, STEP_ARGS)                                                                              \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
     X(void, qk_norm_rows, STEP_PARAMS, STEP_ARGS)                                                                          \
-    /* out = x, before attention adds to it */                                                                         \
+    /* out = x, before attention adds to it; with a norm the norm of that */                                                                         \
     X(void, keep_input, STEP_PARAMS, STEP_ARGS)                                                                        \
     /* out = grouped-query attention over the layer's cache, of q, k, v (in): norms the heads of q and k, rotates      \
        them, writes k and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in  \
@@ -2749,7 +2759,8 @@ enum {
     /* in = norm(input); out = the layer's feed-forward of that: a dense one, or router, routed experts and shared     \
        expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM. Of a feed-forward in     \
        parts the dense one (dense) or the experts, for which in[1] = the norm of x that the router reads. Without a    \
-       norm `in` is there already, and x = the input. Where routers read the layer's input, in[1] has it */            \
+       norm `in` is there already, and x = the input. Where routers read the layer's input, in[1] has it, or a norm of \
+       it, which the experts of Arctic read, too */                                                                    \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
     X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                       \
@@ -3938,6 +3949,7 @@ static inline const char *gpu_lacks(const struct model *m) {
         if (m->layers[il].attn.chunked) return "windows that begin anew (chunked attention)";
         if (m->layers[il].weighs_input) return "experts whose inputs the router weights";
         if (m->layers[il].attn.shared_norm) return "norms of shared keys in latent attention";
+        if (m->family->early_experts) return "experts that read the layer's input";
         if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
             return "relative states of an odd number of values or of more than 16";
     }
@@ -5284,7 +5296,11 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
     LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
            {&l->wk_index, A_IK}, {&l->wq_index, A_IQ});
     if (l->attn.clip > 0) step_add(p, OP_clip, il, SLOTS(A_Q, A_K, A_V), ACT_COUNT);
-    if (m->family->routes_input) step_add(p, OP_keep_input, il, SLOTS(ACT_COUNT), A_ROUTED)->x = A_X;
+    if (m->family->routes_input) {
+        struct step *s = step_add(p, OP_keep_input, il, SLOTS(ACT_COUNT), A_ROUTED);
+        s->x = A_X;
+        s->norm = l->pre_ffw_norm_2;
+    }
     if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_qk_norm_rows, il, SLOTS(A_Q, A_K), ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK), ACT_COUNT);
     step_add(p, OP_attention, il, SLOTS(A_Q, A_K, A_V, l->attn.n_gate ? A_GATE : ACT_COUNT), A_ATT);
@@ -6318,7 +6334,8 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  *   x = sum over j of softmax_j(w . N(B_j) / sqrt(n_embd)) N(B_j)               N: RMS norm without weights
  *
  * Where a layer norms results, x_t becomes x_t + N(y_t), in place of x_t + y_t, after either half.
- *
+ * In Arctic the experts read a norm of the layer's input, and a dense feed-forward what attention has added to:
+ * x_t becomes h + E_dense(N(h)) + F(N_2(x_t)), where h = x_t + A(N(x))_t.
  * Where a layer is parallel, both halves read N(x_t): x_t becomes x_t + A(N(x))_t + F(N(x_t)).
  *
  * Layers in a loop run several times. Each pass begins with the blocks before the loop, and every half of it mixes into
@@ -6512,6 +6529,8 @@ static const struct family families[] = {
      .read = read_llama,    .layer = layer_attn},
     {.arch = "llama4",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_llama4,   .layer = layer_llama4},
+    {.arch = "arctic",    .gating = GATING_SOFTMAX, .norm_topk_prob = true, .beside = true, .routes_input = true,
+     .early_experts = true, .read = read_llama, .layer = layer_attn},
     {.arch = "granitemoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_granite,  .layer = layer_attn},
     {.arch = "granite", .dense = true, .read = read_granite, .layer = layer_attn},
@@ -6680,7 +6699,7 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     }
     layer->n_expert = (int)router->ne[1];
     layer->n_ff = loader_width(l, il, "ffn_down_exps", 0);
-    layer->n_ff_shared = loader_width(l, il, m->family->parts ? "ffn_down" : "ffn_down_shexp", 0);
+    layer->n_ff_shared = loader_width(l, il, m->family->parts || m->family->beside ? "ffn_down" : "ffn_down_shexp", 0);
 }
 
 /* Returns a view of rows from..from+n-1 of a weight, in each matrix of a stack. */
@@ -8011,6 +8030,11 @@ static const struct synth synths[] = {
      "context_length=32768 embedding_length=6144 block_count=40 attention.head_count=48 attention.head_count_kv=8 "
      "attention.layer_norm_epsilon=1e-5 attention.clamp_kqv=8 expert_count=16 expert_used_count=4 "
      "expert_feed_forward_length=10752 vocab_size=100352 rope.freq_base=500000"},
+    {"arctic-480b", "arctic", .keys =
+     "context_length=4096 embedding_length=7168 block_count=35 attention.head_count=56 attention.head_count_kv=8 "
+     "expert_count=128 expert_used_count=2 expert_feed_forward_length=4864 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=7168 vocab_size=32000 attention.layer_norm_rms_epsilon=1e-5 "
+     "rope.freq_base=10000"},
     {"smallthinker-21b-a3b", "smallthinker", .keys =
      "context_length=16384 embedding_length=2560 block_count=52 feed_forward_length=768 attention.head_count=28 "
      "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 attention.sliding_window=4096 "
@@ -15279,7 +15303,8 @@ static void ffn_jobs_build(struct rank *r, int il, enum act x) {
     ffn_jobs_routed(r, il);
     if (r->cpu->store && reader_gives_up(&r->cpu->store->reader)) r->cpu->n_jobs = 0;
     if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, r->cpu->n_jobs);
-    if (!r->m->layers[il].n_latent && !layer_parts(r->m, &r->m->layers[il])) ffn_jobs_shared(r, il, x, r->cpu->n_jobs);
+    if (!r->m->layers[il].n_latent && !layer_parts(r->m, &r->m->layers[il]) && !r->m->family->early_experts)
+        ffn_jobs_shared(r, il, x, r->cpu->n_jobs);
     ffn_jobs_order(r);
 }
 
@@ -15597,9 +15622,13 @@ static void ffn_latent_run(struct rank *r, int il, enum act x, enum act out, int
     linear_each(r, A_LATENT_SUM, (const struct weight *const[]){&layer->latent_up, NULL}, SLOTS(out));
 }
 
-/* Runs the jobs and the shared expert of a layer with latent matrices. */
-static void ffn_latent(struct rank *r, int il, enum act x, enum act out, int per_job) {
-    ffn_latent_run(r, il, x, out, per_job);
+/* Runs the jobs, whose experts read a latent or what the router reads, and then the shared expert, which reads x. */
+static void ffn_apart(struct rank *r, int il, enum act x, enum act routed, enum act out, int per_job) {
+    if (r->m->layers[il].n_latent) ffn_latent_run(r, il, x, out, per_job);
+    else {
+        ffn_run(r, il, routed, out, per_job, false);
+        if (r->stats) stats_add(r, il, routed);
+    }
     if (team_arrive()) {
         ffn_jobs_shared(r, il, x, 0);
         r->cpu->job_order[0] = 0;
@@ -15626,8 +15655,8 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act routed, enum
         team_release();
     }
     op_end_matrix("router", &layer->router);
-    if (layer->n_latent) {
-        ffn_latent(r, il, x, out, per_job);
+    if (layer->n_latent || m->family->early_experts) {
+        ffn_apart(r, il, x, routed, out, per_job);
         return;
     }
     ffn_run(r, il, x, out, per_job, false);
@@ -15635,7 +15664,8 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act routed, enum
 }
 
 static void cpu_keep_input(struct rank *r, const struct step *s) {
-    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+    if (s->norm) norm_rows(r, s->x, s->norm, s->out[0]);
+    for (int t = team_first(r->n_tok); t >= 0 && !s->norm; t = team_next())
         memcpy(act_row(r, s->out[0], t), act_row(r, s->x, t), (size_t)r->width[s->x] * sizeof(float));
     op_end(0, "router's input");
 }
@@ -25117,10 +25147,10 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "hunyuan-a13b, ling-lite, ling-flash-2, granite-4.0-h-small,\n"
                                     "granite-swash-3b-a600m, granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini,\n"
                                     "maple-preview, qwen3-vl-30b-a3b, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
-                                    "smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b, qwen3.8-27b, glm-4-32b,\n"
-                                    "gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
-                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "arctic-480b, smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b, qwen3.8-27b,\n"
+                                    "glm-4-32b, gemma-4-26b-a4b, gemma-4-31b, qwen3-32b, llama-3.3-70b,\n"
+                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
+                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
                                     "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
                                     "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
                                     "glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b, nemotron-3-nano-30b-a3b or\n"

@@ -3503,6 +3503,16 @@ static void put_maple(void) {
     for (int l = 0; l < src.n_layer; l++) limits[l] = 7;
     kv_array("swiglu_clamp_exp", GGUF_V_F32, src.n_layer, limits);
 }
+static const struct renaming arctic_names[] = {{"pre_mlp_layernorm_2", "post_attention_layernorm", EVERYWHERE},
+                                               {"post_attention_layernorm", "residual_layernorm", EVERYWHERE},
+                                               {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.w1", EVERYWHERE},
+                                               {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.w3", EVERYWHERE},
+                                               {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.w2", EVERYWHERE},
+                                               {"mlp.gate_proj", "residual_mlp.w1", EVERYWHERE},
+                                               {"mlp.up_proj", "residual_mlp.w3", EVERYWHERE},
+                                               {"mlp.down_proj", "residual_mlp.w2", EVERYWHERE},
+                                               {"mlp.gate", "block_sparse_moe.gate", EVERYWHERE},
+                                               {NULL, NULL, EVERYWHERE}};
 static const struct renaming maple_names[] = {{"model.embed_tokens", "model.word_embeddings", EVERYWHERE},
                                               {NULL, NULL, EVERYWHERE}};
 
@@ -4404,6 +4414,11 @@ static const struct release {
      .src = {.arch = "dbrx", .renaming = dbrx_names, .layers = "blocks.", .is_dense = is_dense_never,
              .experts_key = "num_local_experts", .width_key = "ffn_hidden_size", .flat_experts = true,
              .norm_key = "", .norm_topk_prob = true, .eps = 1e-5, .put = put_dbrx}},
+    {.type = "arctic",
+     .fixed = "moe_layer_frequency 1 parallel_attn_mlp_res true use_residual true attention_bias false",
+     .src = {.arch = "arctic", .renaming = arctic_names, .is_dense = is_dense_never, .experts_key = "num_local_experts",
+             .width_key = "intermediate_size", .shared_key = "hidden_size", .n_shared = 1, .kv_optional = true,
+             .norm_key = "", .norm_topk_prob = true, .pairs = true, .eps = 1e-5}},
     {.type = "maple",
      .fixed = "use_bias false use_qk_norm true num_shared_experts 0 first_k_dense_replace 0 "
               "moe_router_enable_expert_bias false nope_on_global_attention true norm_topk_prob true",
@@ -6003,7 +6018,8 @@ static void put_architecture(void) {
     put_head_sizes();
     put_windows();
     if (src.leads) kv_u32("leading_dense_block_count", (size_t)src.first_dense);
-    if (src.shared_key) kv_u32("expert_shared_count", (size_t)src.n_shared);
+    if (src.shared_key && !family_find((struct gguf_str){src.arch, strlen(src.arch)})->beside)
+        kv_u32("expert_shared_count", (size_t)src.n_shared);
     if (src.shared_width && src.n_shared)
         kv_u32("expert_shared_feed_forward_length",
                size_of(src.shared_key) * (src.shared_count ? (size_t)src.n_shared : 1));
@@ -7049,12 +7065,12 @@ static const struct manual manual = {
              "glm4_moe_lite, glm_moe_dsa, glm4, dots1, dots3_note, hy_v4, hunyuan_v1_moe,\n"
              "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
              "granitemoehybrid, granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe,\n"
-             "dbrx, lfm2_moe, maple, smallthinker, llama4, llama4_text, phimoe, gpt_oss,\n"
-             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
-             "mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe, qwen2_moe,\n"
-             "qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash, mimo_v2,\n"
-             "kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
-             "inkling2_loop_text, nemotron_h.\n"
+             "dbrx, lfm2_moe, arctic, maple, smallthinker, llama4, llama4_text, phimoe,\n"
+             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
+             "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
+             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash,\n"
+             "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
+             "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16, or FP8 stays with --backbone fp8. BF16, F16 and F32 are kept. Norms and\n"
              "routers become F32.\n",

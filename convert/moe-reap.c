@@ -673,7 +673,7 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     c->layer = -1;
     c->dropped = opts.mtp == MTP_DROP && block >= m.n_trunk;
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
-    if (!strcmp(rest, "ffn_gate_inp.scale")) return; /* of what the router reads */
+    if (!strcmp(rest, "ffn_gate_inp.scale") || !strcmp(rest, "ffn_norm_exps.weight")) return; /* of what these read */
     if (!layer) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
     uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (all == 1 && ends_with(rest, "scale")) return; /* one scale for all experts */

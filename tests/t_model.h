@@ -600,6 +600,11 @@ static void test_fixtures_lfm2(void) {
     check_fixture("lfm2_moe_nvfp4", NULL);
 }
 
+static void test_fixtures_arctic(void) {
+    check_fixture("arctic", NULL);
+    check_fixture("arctic_nvfp4", NULL);
+}
+
 static void test_fixtures_maple(void) {
     check_fixture("maple", NULL);
     check_fixture("maple_nvfp4", NULL);
@@ -2071,7 +2076,8 @@ static void test_cpu_profile(void) {
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
         {"model/fixtures-lfm2", test_fixtures_lfm2}, {"model/fixtures-llama4", test_fixtures_llama4},                  \
-        {"model/fixtures-maple", test_fixtures_maple}, {"model/fixtures-smallthinker", test_fixtures_smallthinker},    \
+        {"model/fixtures-maple", test_fixtures_maple}, {"model/fixtures-arctic", test_fixtures_arctic},                \
+        {"model/fixtures-smallthinker", test_fixtures_smallthinker},                                                   \
         {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-glm5-next", test_fixtures_glm5_next},    \
         {"model/fixtures-qwen4", test_fixtures_qwen4}, {"model/fixtures-reap", test_fixtures_reap},                    \
         {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \

@@ -36,7 +36,8 @@ static const char *const rank_fixtures[] = {
     "phimoe",        "phimoe_nvfp4",
     "lfm2_moe",      "lfm2_moe_nvfp4",      "smallthinker",      "smallthinker_nvfp4",
     "llama4",        "llama4_nvfp4",        "maple",             "maple_nvfp4",
-    "hy_v4",         "hy_v4_nvfp4",         "dots3_note",        "dots3_note_nvfp4"};
+    "hy_v4",         "hy_v4_nvfp4",         "dots3_note",        "dots3_note_nvfp4",
+    "arctic",        "arctic_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

@@ -84,6 +84,7 @@ static void test_store_bits(void) {
                                         "cohere2_moe",
                                         "dbrx_nvfp4",
                                         "lfm2_moe",
+                                        "arctic_nvfp4",
                                         "maple_nvfp4",
                                         "smallthinker_nvfp4",
                                         "llama4_nvfp4",

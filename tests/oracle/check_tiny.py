@@ -1586,6 +1586,29 @@ def llama4_trunk(W, config, ids):
     return norm(W, config, x, "model.norm.weight")
 
 
+def arctic_trunk(W, config, ids):
+    """The rows after the final norm of Arctic."""
+    x, n, names = W.get("model.embed_tokens.weight")[ids], len(ids), ("w1", "w3", "w2")
+    d = config["hidden_size"] // config["num_attention_heads"]
+    turn = np.exp(1j * np.arange(n)[:, None, None] * config["rope_theta"] ** (-2.0 * np.arange(d // 2) / d))
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        h, early = (norm(W, config, x, f"{p}{name}_layernorm.weight") for name in ("input", "post_attention"))
+        q, k, v = ((h @ W.get(f"{p}self_attn.{c}_proj.weight").T).reshape(n, -1, d) for c in "qkv")
+        q, k = ((t[..., :d // 2] + 1j * t[..., d // 2:]) * turn for t in (q, k))
+        q, k = (np.concatenate([t.real, t.imag], -1) for t in (q, k))
+        x = x + attend(q, k, v, d ** -0.5) @ W.get(p + "self_attn.o_proj.weight").T
+        x = x + ffn(W, norm(W, config, x, p + "residual_layernorm.weight"), p + "residual_mlp.", swiglu, names)
+        p += "block_sparse_moe."
+        logits = early @ W.get(p + "gate.weight").T
+        best = np.argsort(-logits, -1)[:, :config["num_experts_per_tok"]]
+        weight = softmax(np.take_along_axis(logits, best, -1))
+        for e in range(logits.shape[1]):
+            token, slot = np.nonzero(best == e)
+            x[token] += weight[token, slot, None] * ffn(W, early[token], f"{p}experts.{e}.", swiglu, names)
+    return norm(W, config, x, "model.norm.weight")
+
+
 def thinker_trunk(W, config, ids):
     """The rows after the final norm of SmallThinker."""
     x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["head_dim"]
@@ -1813,6 +1836,8 @@ def trunk(W, config, ids):
         return lfm2_trunk(W, config, ids)
     if config["model_type"] == "llama4_text":
         return llama4_trunk(W, config, ids)
+    if config["model_type"] == "arctic":
+        return arctic_trunk(W, config, ids)
     if config["model_type"] == "smallthinker":
         return thinker_trunk(W, config, ids)
     if config["model_type"] == "deepseek_v41_text":

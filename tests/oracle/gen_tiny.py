@@ -415,6 +415,20 @@ def smallthinker(kinds, **changes):
             "torch_dtype": "bfloat16", "vocab_size": VOCAB, **changes}
 
 
+def arctic(**changes):
+    """config.json in the words of Snowflake Arctic."""
+    return {"architectures": ["ArcticForCausalLM"], "attention_bias": False, "attention_dropout": 0, "bos_token_id": EOT,
+            "enable_expert_tensor_parallelism": True, "enc_index": None, "eos_token_id": IM_END, "hidden_act": "silu",
+            "hidden_size": 256, "initializer_range": 0.02, "intermediate_size": 64, "max_position_embeddings": 4096,
+            "max_sequence_length": 4096, "model_type": "arctic", "moe_eval_capacity_factor": 1,
+            "moe_layer_frequency": 1, "moe_min_capacity": 0, "moe_token_dropping": False,
+            "moe_train_capacity_factor": 1, "num_attention_heads": 4, "num_experts_per_tok": 3,
+            "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 8, "pad_token_id": EOT,
+            "parallel_attn_mlp_res": True, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000,
+            "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "use_cache": True, "use_residual": True, "vocab_size": VOCAB, **changes}
+
+
 def maple(kinds, **changes):
     """config.json in the words of Maple.  kinds: L for a layer with a window, G for one without."""
     return {"architectures": ["MapleForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT, "dtype": "bfloat16",
@@ -1124,6 +1138,8 @@ HUB_NAMES = {
         (r"\.(\w+)_message_gate\.", r".controllers.\1."), (r"\.down_proj\.weight", ".down_weight"),
         (r"\.forget_gate_proj\.weight", ".forget_weight"), (r"\.message_gate_proj\.weight", ".gain_weight")],
     "nemotron_h": [(r"^model\.", "backbone.")], "nemotron_h saved": [],
+    "arctic": [*W123, (r"\.residual_mlp\.gate_proj", ".residual_mlp.w1"), (r"\.residual_mlp\.up_proj", ".residual_mlp.w3"),
+               (r"\.residual_mlp\.down_proj", ".residual_mlp.w2")],
     "maple": [(r"\.embed_tokens\.", ".word_embeddings.")],
     "smallthinker": [(r"\.block_sparse_moe\.gate\.", ".block_sparse_moe.primary_router."),
                      (r"(\.experts\.\d+\.\w+)_proj", r"\1")],
@@ -1483,6 +1499,12 @@ SPECS = {
         config=smallthinker("GG", hidden_size=128, moe_ffn_hidden_size=128, moe_num_active_primary_experts=2,
                             moe_num_primary_experts=6, moe_primary_router_apply_softmax=True, num_attention_heads=3,
                             num_key_value_heads=1, sliding_window_size=4096, tie_word_embeddings=True),
+        declare="modelopt_experts", store=[(r"\.experts\.\d+\.", "nvfp4")]),
+    "arctic": dict(config=arctic(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)),
+    "arctic_nvfp4": dict(
+        config=arctic(hidden_size=192, intermediate_size=128, num_attention_heads=3, num_experts_per_tok=2,
+                      num_key_value_heads=3, num_local_experts=6, rms_norm_eps=1e-6, rope_theta=500000,
+                      tie_word_embeddings=True),
         declare="modelopt_experts", store=[(r"\.experts\.\d+\.", "nvfp4")]),
     "maple": dict(config=maple("LLLG"), positions=72, loud=r"(gate|up)_proj\.weight$", quiet=r"down_proj\.weight$"),
     "maple_nvfp4": dict(
@@ -2075,9 +2097,16 @@ def traits(config):
     """What a model does that transformers does not have, by its release's own code.
     windows, turned: keys that the layers' tokens see, None for all, and values of a head that they rotate
     weigh, join      weights of the chosen experts by their logits; gate and up
-    early            the router reads what comes into the layer, without a norm"""
-    t = types.SimpleNamespace(at="mlp", head=config["head_dim"], head_norm=False, early=False,
+    early            the router reads what comes into the layer, without a norm
+    residual         a dense feed-forward stands where others have experts, which read a norm of what comes into the layer"""
+    silu = torch.nn.functional.silu
+    t = types.SimpleNamespace(at="mlp", head=config.get("head_dim"), head_norm=False, early=False, residual=False,
                               weigh=lambda best: best.softmax(-1))
+    if config["model_type"] == "arctic":
+        t.at, t.residual, t.join = "block_sparse_moe", True, lambda gate, up: silu(gate) * up
+        t.head = config["hidden_size"] // config["num_attention_heads"]
+        t.n, t.k, t.width = (config[k] for k in ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
+        t.windows, t.turned = ([v] * config["num_hidden_layers"] for v in (None, t.head))
     if config["model_type"] == "smallthinker":
         normed = lambda best: best.sigmoid() / best.sigmoid().sum(-1, keepdim=True)
         t.at, t.early, t.join = "block_sparse_moe", True, lambda gate, up: gate.relu() * up
@@ -2087,7 +2116,6 @@ def traits(config):
         t.windows = [config["sliding_window_size"] if w else None for w in config["sliding_window_layout"]]
         t.turned = [t.head * turns for turns in config["rope_layout"]]
     if config["model_type"] == "maple":
-        silu = torch.nn.functional.silu
         t.head_norm, t.join = True, lambda gate, up: silu(gate.clamp(max=7)) * up.clamp(-7, 7)
         t.n, t.k, t.width = (config[k] for k in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
         t.windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in config["layer_types"]]
@@ -2139,6 +2167,10 @@ class OwnLayer(torch.nn.Module):
         mixture.gate, mixture.experts = OwnRouter(config, t), OwnExperts(config, t)
         setattr(self, t.at, mixture)
         self.input_layernorm, self.post_attention_layernorm = Rms(hidden, eps), Rms(hidden, eps)
+        if t.residual:
+            self.residual_layernorm, self.residual_mlp = Rms(hidden, eps), torch.nn.Module()
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                setattr(self.residual_mlp, name, linear(hidden, hidden))
 
     def attention(self, x, angle):
         n, own, half = len(x), self.self_attn, self.turned // 2
@@ -2158,7 +2190,10 @@ class OwnLayer(torch.nn.Module):
     def forward(self, x, angle):
         mixture, read = getattr(self, self.t.at), x
         x = x + self.attention(self.input_layernorm(x), angle)
-        h = self.post_attention_layernorm(x)
+        if self.t.residual:
+            h, own = self.residual_layernorm(x), self.residual_mlp
+            x = x + own.down_proj(self.t.join(own.gate_proj(h), own.up_proj(h)))
+        h = self.post_attention_layernorm(read if self.t.residual else x)
         _, weight, chosen = mixture.gate(read if self.t.early else h)
         return x + mixture.experts(h, weight, chosen)
 
@@ -2196,7 +2231,7 @@ def make_model(config):
     """The transformers model of a configuration in hub form."""
     if config["model_type"] in ("deepseek", "bailing_moe"):
         return make_composed(config)
-    if config["model_type"] in ("smallthinker", "maple"):
+    if config["model_type"] in ("smallthinker", "maple", "arctic"):
         return OwnModel(config).eval()
     known = reference_config(config)
     cls = getattr(transformers, known["architectures"][0])
