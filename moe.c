@@ -3939,8 +3939,6 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->norm == NORM_BIAS) return "norms with biases";
-    if (m->gating == GATING_SPARSEMIXER) return "routers by sparsemixer";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_hc && !m->hc_low && !m->n_sinkhorn) return "residual streams that are not mixed";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))

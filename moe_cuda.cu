@@ -1172,6 +1172,7 @@ struct norm_args {
     float *sum;     /* (n_tok, n) x + partial; may be x */
     const void *partial; /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
     const float *weight; /* (n); NULL: add only */
+    const float *bias;   /* (n), added to the norm; NULL: none */
     bool centers;        /* the mean is taken off before the RMS norm: LayerNorm */
     float eps;
     int n, n_tok;
@@ -1242,7 +1243,7 @@ DEVICE void all_reduce_end(const struct tp_rank &p, int n_tok) {
 }
 
 /* sum = x + partial; then, unless weight is NULL, h16 and h32 = RMS norm of the sum (centers: of its distance from the
- * mean) times weight.
+ * mean) times weight, plus bias.
  * Grid: n_tok; PARTIAL_PUSHED: at most cuda.reduce_blocks: all blocks of all ranks on a GPU must be resident while they
  * wait, and an SM may hold only one. Block: 256. Each value is read once and held in registers; rows have up to 1024
  * VECS values. One token: 2 to 4 latencies of L2, about 2 us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the
@@ -1281,7 +1282,8 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
             UNROLL for (int u = 0; u < VECS; u++) {
                 const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
                 if (i >= n) continue;
-                const float4 y = norm_value(v[u], f, hold ? w[u] : *(const float4 *)(a.weight + i));
+                float4 y = norm_value(v[u], f, hold ? w[u] : *(const float4 *)(a.weight + i));
+                if (a.bias) y = add4(y, *(const float4 *)(a.bias + i));
                 *(uint2 *)(a.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
                 if (a.h32)
                     *(float4 *)(a.h32 + row + i) =
@@ -3132,6 +3134,16 @@ DEVICE uint32_t float_key(float v) {
 /* Undoes float_key. */
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
+/* sparsemixer_weight of moe.c, with one warp. pick (n): 0 where an expert is not left. */
+DEVICE float sparsemixer_warp(const float *score, const uint32_t *pick, int n, float best) {
+    float sum = 0;
+    UNROLL_BY(1) for (int e = threadIdx.x & 31; e < n; e += WARP) {
+        const bool far = (best - score[e]) / fmaxf(fabsf(score[e]), best) > 2 * SPARSEMIXER_JITTER;
+        if (pick[e] && !far) sum += expf(score[e] - best);
+    }
+    return 1.0f / warp_sum(sum);
+}
+
 /* Chooses the experts of token t, with one warp: lane i < p.k returns the i-th best one and its weight. scratch (warps,
  * 2 n_expert) words of shared memory: scores, then the keys to pick from. The rule is that of route_token in moe.c. Ties
  * go to the lower id, NaN comes last. */
@@ -3196,10 +3208,12 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         }
         const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
         id = given ? given[i] : (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
-        chosen += score[id];
+        float mine = score[id];
+        if (p.gating == GATING_SPARSEMIXER) mine = sparsemixer_warp(score, pick, n, mine);
+        chosen += mine;
         if (lane == i) {
             my_id = id;
-            my_weight = score[id];
+            my_weight = mine;
         }
         if (lane == (id & 31)) pick[id] = 0; /* no other lane reads this key */
     }
@@ -9376,7 +9390,8 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
     a.x = a.sum = x;
     a.partial = partial;
     a.weight = w;
-    a.centers = r->m->norm == NORM_MEAN;
+    a.centers = r->m->norm != NORM_RMS;
+    a.bias = w && r->m->norm == NORM_BIAS ? w + n : NULL;
     a.eps = r->m->rms_eps;
     a.n = n;
     a.n_tok = n_tok;
@@ -11766,7 +11781,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     for (int i = 0; i < 4; i++)
         if (!tied || whole[i] != &m->output) matrix_upload(r, NULL, whole[i], names[i]);
     if (tied) m->output.copy = m->embd.copy;
-    vector_upload(r, &m->output_norm, (size_t)m->n_embd, "norms");
+    vector_upload(r, &m->output_norm, (m->norm == NORM_BIAS ? 2 : 1) * (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.fn, (size_t)(m->n_hc * m->n_hc) * (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.base, (size_t)m->n_hc, "norms");
     vector_upload(r, &m->hc_head.scale, 1, "norms");

@@ -894,6 +894,8 @@ static void test_cuda_operations(void) {
                                         "cohere2_moe_nvfp4",
                                         "dbrx",
                                         "dbrx_nvfp4",
+                                        "phimoe",
+                                        "phimoe_nvfp4",
                                         "qwen3_5_nvfp4",
                                         "qwen3_5_moe",
                                         "qwen3_5_moe_text",
@@ -2221,11 +2223,12 @@ static void forgetful_progress(double done, double total) {
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11, 13};
-    static const char *const fixtures[] = {"gpt_oss",   "qwen3_next",      "nemotron_h",   "inkling2_loop",
-                                           "qwen4_exp", "qwen4_exp_nvfp4", "deepseek_v41", "lfm2_moe"};
+    static const char *const fixtures[] = {"gpt_oss",       "qwen3_next", "nemotron_h",
+                                           "inkling2_loop", "qwen4_exp",  "qwen4_exp_nvfp4",
+                                           "deepseek_v41",  "lfm2_moe",   "phimoe"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
-    for (int i = 0; i < 14; i++) {
+    for (int i = 0; i < 15; i++) {
         struct model m = {0};
         struct rank r = {0};
         if (i < 6) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
@@ -2595,6 +2598,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("glm4", virtual, 3 + nccl, 20);
     layouts_agree("gemma4", &stages, 1, 20);
     layouts_agree("gemma4_dense", virtual, 1, 20);
+    layouts_agree("phimoe", &stages, 1, 20);
+    layouts_agree("phimoe_nvfp4", virtual, 1, 40);
     synth_agrees(&rel_shapes[0], &virtual[0], 50);
     synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&ngram_shapes[0], &virtual[0], 50);

@@ -922,6 +922,7 @@ static void route_plain(const struct route_case &c, const double *logits, const 
 static int check_route(const struct route_case &c, const double *logits, const std::vector<float> &bias,
                        const int32_t *id, const float *weight, float factor) {
     std::vector<float> score((size_t)c.n_expert), pick((size_t)c.n_expert);
+    std::vector<float> mixed; /* weights */
     int bad = 0;
     float sum = 0;
     route_plain(c, logits, bias, score, pick);
@@ -933,8 +934,18 @@ static int check_route(const struct route_case &c, const double *logits, const s
         if (got < 0 || got >= c.n_expert) return c.k;
         float gap = pick[(size_t)best] - pick[(size_t)got];
         if (got != best && !(gap > 0 && gap < 1e-6f)) bad++;
+        if (c.gating == GATING_SPARSEMIXER) { /* its share of those that are left and not far below it */
+            const float top = score[(size_t)got];
+            double total = 0;
+            for (size_t e = 0; e < score.size(); e++) {
+                const bool far = (top - score[e]) / fmaxf(fabsf(score[e]), top) > 2 * SPARSEMIXER_JITTER;
+                if (pick[e] == pick[e] && !far) total += exp((double)(score[e] - top));
+            }
+            mixed.push_back((float)(1 / total));
+        }
         pick[(size_t)got] = NAN;
     }
+    for (size_t i = 0; i < mixed.size(); i++) score[(size_t)id[i]] = mixed[i];
     const float best_logit = score[(size_t)id[0]];
     for (int i = 0; i < c.k && c.gating == GATING_CHOSEN; i++)
         score[(size_t)id[i]] = expf(score[(size_t)id[i]] - best_logit);
@@ -1144,10 +1155,11 @@ extern "C" void cuda_test_router(void) {
         for (int n : {1, 4, 5}) c.n_tok = n, run_route(c);
         c.n_embd = 2600, c.n_tok = 8, run_route(c);
         for (int n : {1, 3, 7, 16, 17})
-            for (enum gating gating : {GATING_SOFTMAX, GATING_SIGMOID, GATING_SQRT_SOFTPLUS, GATING_CHOSEN})
+            for (enum gating gating :
+                 {GATING_SOFTMAX, GATING_SIGMOID, GATING_SQRT_SOFTPLUS, GATING_CHOSEN, GATING_SPARSEMIXER})
                 for (int input = 0; input <= (n < 8); input++)
-                    run_route(
-                        {n, bf16 ? 1024 : 112, 7, 8, 2, gating, bf16, bf16, bf16, false, bf16, false, 72, input > 0});
+                    run_route({n, bf16 ? 1024 : 112, 7, 8, 2, gating, bf16 && gating != GATING_SPARSEMIXER, bf16, bf16,
+                               false, bf16, false, 72, input > 0});
     }
 }
 

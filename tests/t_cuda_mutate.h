@@ -441,6 +441,9 @@ static void latent_decode_other_growth(const char *launch, void *args) {
 static void latent_prefill_other_growth(const char *launch, void *args) {
     change_if<struct rope_args>(launch, "k_rope_mla", args, wrong_growth);
 }
+static void norms_without_biases(const char *launch, void *args) {
+    change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.bias = NULL; });
+}
 static void rel_no_temperature(const char *launch, void *args) {
     change_if<struct rel_args>(launch, "k_rel_prepare", args, [](auto &a) { a.shape.temp_scale = 0; });
 }
@@ -1611,6 +1614,7 @@ static const struct {
                 {"delta_net", "the oldest token under the taps is left out", taps_one_fewer},
                 {"operations", "queries grow later in decode", decode_other_growth},
                 {"operations", "queries grow later in prefill", prefill_other_growth},
+                {"operations", "norms have no biases", norms_without_biases},
                 {"operations", "queries of latents grow later in decode", latent_decode_other_growth},
                 {"operations", "queries of latents grow later in prefill", latent_prefill_other_growth},
                 {"pools", "pools have no offsets", pools_without_offsets},

@@ -4,7 +4,7 @@
 /* ---- norms ---- */
 
 /* Sums and norms of two rows of n values by a rank of several. What the others push is there already. base: there is an x;
- * partial, norm: the kernel adds, and norms; centers: it takes off the mean. */
+ * partial, norm: the kernel adds, and norms; centers: it takes off the mean, and in more than one block adds biases. */
 template <int SOURCE>
 static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bool norm, int blocks,
                          bool centers = false) {
@@ -15,7 +15,8 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
     const size_t first = slots / 2;                              /* of slots: the first sequence is odd */
     const bool apart = blocks == 1;                              /* norms in F32 have weights of their own */
     std::vector<float> x = random_floats((int)count, 1);
-    const std::vector<float> w = random_floats(n, 1), w32 = apart ? random_floats(n, 1) : w;
+    const std::vector<float> w = random_floats(n, 1), w32 = apart ? random_floats(n, 1) : w,
+                             bias = random_floats(centers && !apart ? n : 0, 1);
     for (float &f : x) f += centers ? 3.0f : 0.0f;
     std::vector<float> own = random_floats((int)count, 1), all(first + (size_t)ranks * step + count);
     for (size_t k = 0; k < (size_t)ranks; k++)
@@ -25,7 +26,8 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
         bf16.push_back(bf16_from_f32(f));
         if (SOURCE == PARTIAL_BF16) f = bf16_to_f32(bf16.back());
     }
-    gpu_array<float> x_d(x), w_d(w), w32_d(w32), own_d(own), all_d(all), sent(slots + count), sum(x), h32(count);
+    gpu_array<float> x_d(x), w_d(w), w32_d(w32), bias_d(bias), own_d(own), all_d(all), sent(slots + count), sum(x),
+        h32(count);
     gpu_array<uint16_t> bf16_d(bf16), h16(count);
     const size_t words = sizeof(struct sequence) / 4, flags = (size_t)ranks * ALLREDUCE_BLOCKS;
     gpu_array<uint32_t> state(std::vector<uint32_t>(words, 0u)), heartbeat(std::vector<uint32_t>(3));
@@ -33,6 +35,7 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
     struct norm_args a = {};
     a.x = base ? x_d.p : NULL, a.sum = sum, a.weight = norm ? w_d.p : NULL, a.eps = 1e-6f, a.n = n, a.n_tok = TOKENS;
     a.centers = centers, a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL, a.weight32 = apart ? w32_d.p : NULL;
+    if (bias.size()) a.bias = bias_d;
     a.p = {rank, ranks, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
     for (int k = 0; k < ranks && pushed; k++) a.slot[k] = k == rank ? all_d : sent, a.flag[k] = k == rank ? came : went;
     if (partial) a.partial = SOURCE == PARTIAL_BF16 ? (void *)bf16_d.p : SOURCE == PARTIAL_GATHERED ? all_d.p : own_d.p;
@@ -62,8 +65,9 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
         for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) want[i] = (float)((double)want[i] - mean);
         const double f = rms_factor(&want[t * (size_t)n], n);
         for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) {
-            const double unit = (double)want[i] * f, y = unit * (double)w[i % (size_t)n];
-            if (a.h32) e.add((double)normed[i], unit * (double)w32[i % (size_t)n]);
+            const double unit = (double)want[i] * f, more = bias.size() ? (double)bias[i % (size_t)n] : 0;
+            const double y = unit * (double)w[i % (size_t)n] + more;
+            if (a.h32) e.add((double)normed[i], unit * (double)w32[i % (size_t)n] + more);
             bad += !(fabs((double)f16_to_f32(halves[i]) - y) <= 6e-4 * fabs(y) + (centers ? 1e-6 : 1e-7));
         }
     }
