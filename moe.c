@@ -3870,7 +3870,8 @@ enum {
     HC_SUMS = 32,       /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
     GPU_BLOCKS = 64,    /* blocks of layers that are the residual at most */
     GPU_HEAD = 256,     /* values of a head of grouped-query attention that is not wide at most */
-    GPU_REL = 16        /* values of a relative state at most */
+    GPU_REL = 16,       /* values of a relative state at most */
+    GPU_CHUNK = 64      /* keys of which chunks are multiples */
 };
 
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
@@ -3900,7 +3901,7 @@ struct gpu_sizes {
 struct gpu_dims {
     size_t n, decode;       /* tokens of a forward, of a decode forward, at most */
     size_t used, pairs;     /* experts that a token uses; (token, expert) pairs of a forward */
-    size_t n4, pairs4;      /* n and pairs where activations of experts are in FP4, otherwise 0 */
+    size_t n4, pairs4;      /* inputs of experts, and pairs, where activations of experts are in FP4, otherwise 0 */
     size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
     size_t tiles;           /* of the list of a grouped GEMM */
     size_t hidden;          /* values of a hidden state that MTP layers get */
@@ -3944,8 +3945,8 @@ static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++) {
-        if (m->layers[il].attn.chunked) return "windows that begin anew (chunked attention)";
-        if (m->layers[il].weighs_input) return "experts whose inputs the router weights";
+        if (m->layers[il].attn.chunked && m->layers[il].attn.window % GPU_CHUNK)
+            return "chunks of keys other than multiples of 64";
         if (m->layers[il].attn.shared_norm) return "norms of shared keys in latent attention";
         if (m->family->early_experts) return "experts that read the layer's input";
         if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
@@ -3969,6 +3970,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.pairs = d.n * d.used;
     d.n4 = s.w4a4 ? d.n : 0;
     d.pairs4 = s.w4a4 ? d.pairs : 0;
+    for (int il = 0; il < model_blocks(m); il++)
+        if (m->layers[il].weighs_input) d.n4 = d.pairs4;
     d.experts = (size_t)m->n_expert_max;
     d.jobs = d.decode * d.used < d.experts ? d.decode * d.used : d.experts;
     d.tiles = d.pairs / LIST_TILE + d.experts + 1;

@@ -42,8 +42,8 @@
  *                                                                      k_mamba_finish
  *   gated convolution     k_gated_conv                               the same twice
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
- *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
- *                           k_gemv_linear (down)
+ *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts; before
+ *                           k_gemv_linear (down)                       them k_weigh_inputs where inputs are weighted
  *   experts in host       before k_gemv_glu k_fetch                  for each wave of experts k_fetch and gemm_kernel,
  *     memory                                                           after k_wave_list
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
@@ -2658,7 +2658,7 @@ struct glu_job : gemv_one {
  * place of SiLU; of gate x and up x with their biases and within their limits. Without a gate (no codes) y = max(0,
  * up x)^2 / HIDDEN_SCALE. Entry 0: routed experts, times the router's weight and the expert's scale of the down
  * matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense layer, y (n_tok, n_ff). Entry 1: the shared expert,
- * times its weight, y (n_tok, n_ff). */
+ * times its weight, y (n_tok, n_ff). weighs_input: the router's weight is a factor of x, not of y. */
 struct glu_args {
     struct device_matrix gate[2], up[2];
     struct glu glu[2];
@@ -2668,6 +2668,7 @@ struct glu_args {
     float down_scale_max;       /* down_scale (n_expert) is divided by it; NULL: 1 */
     const float *shared_weight; /* (DECODE_MAX_TOKENS) of entry 1; NULL: 1 */
     int n_entry, n_tok;
+    bool weighs_input;
     const uint16_t *x[2]; /* (n_tok, n_in) halves of an entry, rows x_stride apart */
     size_t x_stride[2];
 };
@@ -2699,7 +2700,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     int e = 0, place = 0;
     if (routed) {
         const struct expert_job chose = job_load(p.jobs.job + job);
-        factor *= p.jobs.weight[job * DECODE_MAX_TOKENS + tok];
+        if (!p.weighs_input) factor *= p.jobs.weight[job * DECODE_MAX_TOKENS + tok];
         if (job >= load_l2(p.jobs.n)) return;
         e = chose.expert;
         place = chose.place;
@@ -2731,6 +2732,11 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     if (gated) {
         float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS / 2), gate_scale, bias[r]);
         float u = fmaf(gemv_sum<NT>(red, threadIdx.x, GEMV_WARPS / 2, GEMV_WARPS / 2), up_scale, bias[TILE_ROWS + r]);
+        if (routed && p.weighs_input) {
+            const float input = p.jobs.weight[job * DECODE_MAX_TOKENS + tok];
+            g *= input;
+            u *= input;
+        }
         if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
         y = p.glu[entry].gate_cap > 0 ? glu_capped(p.glu[entry], g, u)
             : p.glu[entry].gelu       ? gelu_mul(g, u)
@@ -4097,9 +4103,29 @@ __global__ void __launch_bounds__(EXPERTS_MAX) k_tiles(struct sort_args p, int t
     if (e == EXPERTS_MAX - 1) *p.n_tiles = at + n;
 }
 
+/* to[inverse[t][j]] = weight[t][j] * x[t], rows of n halves, n % 8 == 0: what an expert reads whose input is weighted.
+ * Grid: n_tok * k, block: 256, 4 columns per thread and turn. Moves 4 n bytes a block, mostly to and from L2. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    k_weigh_inputs(const uint16_t *x, size_t x_stride, const int32_t *inverse, const float *weight, int k, int n,
+                   uint16_t *to) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int choice = (int)blockIdx.x;
+    const float w = weight[choice];
+    x += (size_t)(choice / k) * x_stride;
+    to += (size_t)inverse[choice] * (size_t)n;
+    UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
+        const uint2 v = *(const uint2 *)(x + i);
+        auto weighed = [&](uint32_t pair) {
+            return clamped_f16x2(w * half_to_f32((uint16_t)pair), w * half_to_f32((uint16_t)(pair >> 16)));
+        };
+        *(uint2 *)(to + i) = make_uint2(weighed(v.x), weighed(v.y));
+    }
+}
+
 /* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
- * 0. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n). inverse NULL: y[t] is added. out NULL:
- * out16 gets the sum over j, in halves.
+ * 0; weight NULL: 1. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n). inverse NULL: y[t] is
+ * added. out NULL: out16 gets the sum over j, in halves.
  * Grid: n_tok, block: 256, 4 columns per thread and turn. Moves k * n halves and n F32 per token (with `add` 2 n), with
  * a gate n F32 more; the limit is the bandwidth of L2, or of memory where y exceeds it. */
 __global__ void __launch_bounds__(ROW_THREADS)
@@ -4114,7 +4140,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
         f = sigmoid(block_sum<ROW_THREADS>(dot));
     }
     if (inverse) inverse += (size_t)blockIdx.x * k;
-    if (inverse) weight += (size_t)blockIdx.x * k;
+    if (weight) weight += (size_t)blockIdx.x * k;
     const size_t first = (size_t)blockIdx.x * n;
     UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
         float s[4] = {};
@@ -4123,7 +4149,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
             UNROLL for (int c = 0; c < 4; c++) s[c] += w * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
         };
         if (!inverse) sum(y + first, 1);
-        else UNROLL_BY(8) for (int j = 0; j < k; j++) sum(y + (size_t)inverse[j] * n, weight[j]);
+        else UNROLL_BY(8) for (int j = 0; j < k; j++) sum(y + (size_t)inverse[j] * n, weight ? weight[j] : 1);
         if (!out) {
             *(uint2 *)(out16 + first + i) = make_uint2(clamped_f16x2(s[0], s[1]), clamped_f16x2(s[2], s[3]));
             continue;
@@ -4381,14 +4407,14 @@ struct rope_args {
     bool v_norm;      /* a head's values are divided by their root mean square */
     bool norm_last;   /* of struct attn */
     float temp_scale; /* of struct attn */
-    int temp_length;
+    int temp_length, temp_early;
 };
 
 /* The factor of token t's queries: attn_temperature. */
 DEVICE float query_factor(const struct rope_args &p, int t) {
     if (p.temp_scale == 0) return 1;
     const int pos = run_base(p.batch.run(t)) + t;
-    return 1 + p.temp_scale * log1pf((float)(pos / p.temp_length));
+    return 1 + p.temp_scale * log1pf((float)((pos + p.temp_early) / p.temp_length));
 }
 
 enum {
@@ -4720,6 +4746,7 @@ struct attn_args {
     size_t gate_stride;
     int gate_head;
     bool gate_one, softplus; /* gates of decode alone: there is one for a head; it is not a sigmoid's */
+    bool chunked;            /* of struct attn; window % GPU_CHUNK == 0 */
     /* decode of GQA */
     struct rope_args rope;       /* what q is made of, and the new rows of the cache */
     uint32_t *arrived;           /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
@@ -4745,6 +4772,7 @@ enum {
     ATTN_JOIN = 16,       /* splits that a block joins at once */
     ATTN_SMEM = 48 << 10  /* two blocks fit the 100 KB of an SM of SM120 */
 };
+static_assert(GPU_CHUNK % ATTN_SPLIT_KEYS == 0, "a chunk begins with a step, and a tile of rows is of two at most");
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are never NaN */
 #define ATTN_P      256.0f   /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
 
@@ -4788,10 +4816,16 @@ DEVICE int attn_longer(const struct attn_args &a, int pos, int n_tok) {
     return min(n_tok, attn_split_keys(a, pos + 1) * a.max_splits - pos);
 }
 
+/* Returns the first token from t on that is in another chunk than t; n_tok: there is none. */
+DEVICE int attn_next_chunk(const struct attn_args &a, int pos, int t, int n_tok) {
+    return a.chunked ? min(n_tok, t + a.window - (pos + t) % a.window) : n_tok;
+}
+
 /* Finds the keys of a block's split where there is a window. end: after the last key that a row of the tile sees.
- * Splits lie between fixed positions, so that a row's bits do not depend on the other rows. */
+ * Splits lie between fixed positions, so that a row's bits do not depend on the other rows. The rows of a block are of
+ * one chunk, which begins with a step: no other key is in the steps that they see. */
 DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end) {
-    w->low = max(w->seen - a.window, 0);
+    w->low = a.chunked ? (w->seen - 1) / a.window * a.window : max(w->seen - a.window, 0);
     const int begin = w->low / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
     const int shift = a.window_shift ? a.window_shift : 31, first = begin >> shift, split = first + w->split;
     w->from = end - a.window;
@@ -4836,15 +4870,17 @@ DEVICE int attn_back(const struct attn_work &w, int key) {
     return key - w.k.at(w.chosen && key < w.end ? attn_chosen<true>(w, key) : key);
 }
 
-/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one
- * token, several runs or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Of several
- * runs a tile has rows of one token, which are split as if the token were alone. Returns false if there is no work. Rows
- * that see the most keys start first. FORMS: there may be a window or a ring. DECODE: it may be decode. */
+/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of one token or
+ * several runs 1, of prefill or a window 1 unless it is chunked): z = 0 has the rows of the tokens before attn_longer or
+ * attn_next_chunk, z = 1 the others. Of several runs a tile has rows of one token, which are split as if the token were
+ * alone. Returns false if there is no work. Rows that see the most keys start first. FORMS: there may be a window or a
+ * ring. DECODE: it may be decode. */
 template <bool FORMS, bool DECODE>
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
-    const bool rest = DECODE && blockIdx.z, window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
+    const bool rest = (DECODE || FORMS) && blockIdx.z, window = FORMS && a.window;
+    const bool ring = FORMS && a.k.kind == ROWS_RING;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch.at->n_tok, a.n_tok);
     const int group_heads = a.n_head / a.n_head_kv;
     int first_row = 0, last_tok;
@@ -4858,7 +4894,9 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     } else {
         attn_run_of(w, a, a.batch.at->run[0]);
         w->row0 = y / a.n_head_kv * tile_rows;
-        const int longer = window || !DECODE ? n_tok : attn_longer(a, w->pos, n_tok);
+        const int longer = window   ? attn_next_chunk(a, w->pos, w->row0 / group_heads, n_tok)
+                           : DECODE ? attn_longer(a, w->pos, n_tok)
+                                    : n_tok;
         last_tok = rest ? n_tok : longer;
         first_row = rest ? longer * group_heads : 0;
     }
@@ -6163,8 +6201,8 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
     if (a.window && !a.one_kv) attn_window_splits(&a);
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
-                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window && !by_token));
+    const bool halves = a.chunked || (a.n_tok <= DECODE_MAX_TOKENS && !a.window); /* see attn_begin */
+    const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv), 1 + (a.n_tok > 1 && halves && !by_token));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
     if (a.max_splits == 1 || a.arrived || !a.out) return; /* the kernel joins the splits itself, or k_mla_value does */
     a.n_head_kv = 1;
@@ -8879,7 +8917,7 @@ struct cuda {
     struct mla_buffers mla;  /* expanded keys and values of a prefill's latent attention */
     float *partials;         /* partial outputs of attention over a split context */
     uint32_t *attn_arrived;  /* see struct attn_args */
-    struct fp4_rows x4;      /* (chunk, n_embd) inputs of routed experts in FP4 */
+    struct fp4_rows x4;      /* (gpu_dims.n4, n_embd) inputs of routed experts in FP4 */
     struct fp4_rows hidden4; /* (pairs, n_ff) their hidden rows */
     uint16_t *hidden;        /* hidden rows of routed experts: (pairs, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
     uint16_t *hidden_shared; /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
@@ -10057,6 +10095,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.norm_last = shape.norm_last;
     p.temp_scale = shape.temp_scale;
     p.temp_length = shape.temp_length;
+    p.temp_early = shape.temp_early;
     p.q_rope = c->q_absorbed;
     if (layer->qk_norm == QK_NORM_HEADS) {
         p.q_norm = layer->q_norm;
@@ -10096,12 +10135,15 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.out_stride = out_stride;
     a.scale = shape.scale;
     a.window = shape.window;
+    a.chunked = shape.chunked;
     if (!a.sinks) a.sinks = layer->sinks;
     a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + cache_scale_bytes(k)),
                  value = (double)(v->row_bytes + cache_scale_bytes(v));
     const int len = r->pos + r->n_tok;
-    const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, shape.top_k) : len;
+    const int keys = shape.window ? min(len, attn_reach(&shape, r->pos) + r->n_tok - 1)
+                     : a.top_k    ? min(len, shape.top_k)
+                                  : len;
     const int compressed = !shared || !shape.compress_ratio ? 0
                            : a.top_k                        ? min(len / shape.compress_ratio, a.top_k)
                                                             : len / shape.compress_ratio;
@@ -10925,6 +10967,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
         down[i].decode_scale *= HIDDEN_SCALE;
         profile_matrices(&u.up[i], (2 - layer->ungated) * jobs[i], 0);
     }
+    u.weighs_input = layer->weighs_input;
     u.down_scale = down[0].scale;
     u.down_scale_max = down[0].scale_max;
     gemv_glu(&u, c->stream);
@@ -11145,6 +11188,14 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     g.n_tok = s.n_choices;
     g.y = c->hidden;
     g.y_stride = (size_t)layer->up.n_out;
+    if (layer->weighs_input) {
+        profile_next(0, "%d rows", s.n_choices); /* from L2 */
+        LAUNCH_PDL(k_weigh_inputs, (unsigned)s.n_choices, ROW_THREADS, 0, c->stream, g.x, g.x_stride, s.inverse,
+                   p.weight, s.k, n, c->expert_out);
+        g.x = c->expert_out; /* has nothing else yet */
+        g.x_stride = (size_t)n;
+        g.rows = NULL;
+    }
     const bool w4a4 = r->cuda->sizes.w4a4 && g.w.fmt == FMT_FP4 && layer->down.copy->fmt == FMT_FP4;
     auto experts = [&](int glu, enum ffn_matrix from, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
@@ -11152,7 +11203,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
         if (partly) experts_in_waves(r, il, &cache, &s, g, glu, from);
         else gemm_prefill(&g, glu, c->stream);
     };
-    experts(gated, gated ? FFN_GATE : FFN_UP, r->n_tok, c->x4);
+    experts(gated, gated ? FFN_GATE : FFN_UP, layer->weighs_input ? s.n_choices : r->n_tok, c->x4);
     in_sum2_add(r, il, 0, in, c->hidden, s.first, s.row);
     g.w = *layer->down.copy;
     g.square = 0;
@@ -11169,9 +11220,9 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
         LAUNCH_PDL(k_stats, (unsigned)layer->n_expert, 256, 0, c->stream, a);
     }
     auto combine = [&](const int32_t *inverse, int k, bool whole) {
-        LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, inverse, p.weight, k,
-                   whole ? r->width[out] : n, shared, whole ? p.shared : NULL, c->x32[x], whole ? c->x32[out] : NULL,
-                   c->x16[A_LATENT_SUM]);
+        LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, inverse,
+                   layer->weighs_input ? NULL : p.weight, k, whole ? r->width[out] : n, shared, whole ? p.shared : NULL,
+                   c->x32[x], whole ? c->x32[out] : NULL, c->x16[A_LATENT_SUM]);
     };
     combine(s.inverse, s.k, !layer->n_latent);
     if (!layer->n_latent) return;

@@ -569,7 +569,7 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
 }
 
 /* Windows, rings, sinks, gates, norms of rows, rotations of neighbors, two rotations, keys of 192 with values of 128,
- * numbers of heads that differ between layers. */
+ * numbers of heads that differ between layers, chunks and weighted inputs of experts. */
 /* clang-format off */
 static const struct synth form_shapes[] = {
     {"rows", "minimax-m2", .keys =
@@ -600,7 +600,11 @@ static const struct synth form_shapes[] = {
     {"rows, q8", "olmoe", .keys =
      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=4 attention.key_length=64 "
      "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=1024",
-     .backbone = GGUF_Q8_0}};
+     .backbone = GGUF_Q8_0},
+    {"chunks", "llama4", .keys =
+     "block_count=4 embedding_length=128 attention.head_count=6 attention.head_count_kv=2 attention.key_length=64 "
+     "attention.sliding_window=64 attention.temperature_length=50 expert_count=16 expert_used_count=3 "
+     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=1024"}};
 static const struct synth ring_shape = {"ring", "laguna", .keys =
     "block_count=1 embedding_length=64 attention.head_count=2 attention.head_count_kv=1 attention.key_length=32 "
     "rope.dimension_count=16 attention.sliding_window=100 attention.sliding_window_pattern=1* expert_count=4 "
@@ -896,6 +900,7 @@ static void test_cuda_operations(void) {
                                         "dbrx_nvfp4",
                                         "phimoe",
                                         "phimoe_nvfp4",
+                                        "llama4_nvfp4",
                                         "qwen3_5_nvfp4",
                                         "qwen3_5_moe",
                                         "qwen3_5_moe_text",
@@ -2600,6 +2605,7 @@ static void test_cuda_ranks(void) {
     layouts_agree("gemma4_dense", virtual, 1, 20);
     layouts_agree("phimoe", &stages, 1, 20);
     layouts_agree("phimoe_nvfp4", virtual, 1, 40);
+    layouts_agree("llama4_nvfp4", virtual, 1, 100);
     synth_agrees(&rel_shapes[0], &virtual[0], 50);
     synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&ngram_shapes[0], &virtual[0], 50);
@@ -3057,7 +3063,7 @@ static void test_cuda_batches(void) {
         {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two}, {"inkling2_loop", KV_FP8, &one},
         {"inkling2_nvfp4", KV_BF16, &one},    {"glm4", KV_BF16, &two},           {"qwen4_exp", KV_FP8, &one},
         {"qwen4_exp", KV_BF16, &one},         {"qwen4_exp_nvfp4", KV_FP8, &one}, {"gemma4", KV_FP8, &one},
-        {"gemma4_nvfp4", KV_BF16, &one},      {"gemma4_dense", KV_BF16, &two}};
+        {"gemma4_nvfp4", KV_BF16, &one},      {"gemma4_dense", KV_BF16, &two},   {"llama4_nvfp4", KV_FP8, &one}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;

@@ -778,10 +778,10 @@ static std::vector<struct expert_job> random_jobs(int n_tok, int n_expert, int u
 }
 
 /* The two halves of a feed-forward: routed experts, `used` of which are chosen and which may have biases, and the shared
- * one. kind, sh_kind: of both. */
+ * one. kind, sh_kind: of both. weighs_input: the weights of routed experts are factors of what they read. */
 static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_tok, int n_expert, int used, int n_embd,
                          int n_ff, int n_ff_shared, bool bias = false, struct glu_kind kind = {},
-                         struct glu_kind sh_kind = {}) {
+                         struct glu_kind sh_kind = {}, bool weighs_input = false) {
     matrix gate(type, n_expert, n_ff, n_embd, bias), up(type, n_expert, n_ff, n_embd, bias),
         down(type, n_expert, n_embd, n_ff, bias);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
@@ -805,6 +805,7 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
     u.y[1] = hidden_shared, u.glu[0] = glu_of(kind), u.glu[1] = glu_of(sh_kind);
     u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
     u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok;
+    u.weighs_input = weighs_input;
     for (int i = 0; i < 2; i++) u.x[i] = xd, u.x_stride[i] = x.stride;
     d.w = down.d, d.w.decode_scale *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.decode_scale *= HIDDEN_SCALE;
     d.hidden = hidden, d.hidden_shared = hidden_shared;
@@ -823,10 +824,11 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
             if (!shared && !(jobs[(size_t)j].tokens >> t & 1)) continue;
             const double f = (double)(shared ? shared_weight[(size_t)t] : weight[(size_t)(j * DECODE_MAX_TOKENS + t)]);
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
+            const double in = weighs_input && !shared ? f : 1;
             for (int k = 0; k < g.w.n_out; k++)
-                h[(size_t)k] = (float)((double)HIDDEN_SCALE *
-                                       glu(shared ? sh_kind : kind, g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t))));
-            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * o.dot(e, k, h.data());
+                h[(size_t)k] = (float)((double)HIDDEN_SCALE * glu(shared ? sh_kind : kind, in * g.dot(e, k, x.row(t)),
+                                                                  in * v.dot(e, k, x.row(t))));
+            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f / in * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
     }
@@ -862,6 +864,7 @@ extern "C" void cuda_test_gemv(void) {
             run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {glu_silu_clamp, 0.75}, {});
             run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {NULL, 0, true}, {});
             run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {}, {NULL, 0, true});
+            run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {}, {}, true);
         }
         run_gemv_ffn(type.type, shared, 9, 4, 0, 2 * w, w, 3 * w, true, {glu_oai, 7}, {});
     }
@@ -1232,6 +1235,26 @@ static void run_sort(int n_tok, int k, int n_expert, int only, int width = 72) {
     const std::vector<float> plain = out_d.get();
     for (size_t i = 0; i < plain.size(); i++) other += plain[i] != HIDDEN_SCALE * f16_to_f32(y[i]);
     expect(!other, "%d rows of %d: %d values of a result are others", n_tok, width, other);
+    LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, (const float *)NULL, k, width,
+               0, (const float *)NULL, (const float *)NULL, out_d.p, (uint16_t *)NULL);
+    gpu_array<uint16_t> weighed_d(y.size());
+    LAUNCH_PDL(k_weigh_inputs, (unsigned)n, ROW_THREADS, 0, test_stream, y_d.p, (size_t)width, inverse.p, weight_d.p, k,
+               width, weighed_d.p);
+    finish("weighted inputs");
+    const std::vector<float> sums = out_d.get();
+    const std::vector<uint16_t> weighed = weighed_d.get();
+    error_sum unweighted;
+    for (size_t i = 0; i < n * (size_t)width; i++) {
+        const size_t wide = (size_t)width, choice = i / wide, col = i % wide, to = (size_t)want_inverse[choice] * wide;
+        other += weighed[to + col] != f16_from_f32(weight[choice] * f16_to_f32(y[choice / (size_t)k * wide + col]));
+        if (choice % (size_t)k) continue;
+        double s = 0;
+        for (size_t j = choice; j < choice + (size_t)k; j++)
+            s += (double)HIDDEN_SCALE * (double)f16_to_f32(y[(size_t)want_inverse[j] * wide + col]);
+        unweighted.add((double)sums[choice / (size_t)k * wide + col], s);
+    }
+    expect(!other && unweighted.nmse() <= 1e-12, "%d rows of %d: %d weighted inputs are others, sums %.1e", n_tok,
+           width, other, unweighted.nmse());
     expect(row.get() == want_row && inverse.get() == want_inverse && first.get() == want_first && tiles &&
                sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12 && sum[2].nmse() <= 1e-12 && halves.nmse() <= 1e-6,
            "%d tokens, %d of %d experts, all to %d: rows %d inverse %d firsts %d tiles %d sums %.1e %.1e %.1e %.1e",
@@ -1551,6 +1574,7 @@ struct attn_case {
     bool several;     /* as a batch of several runs */
     int extent;       /* distances that have a bias; 0: there is none */
     bool grows;       /* GQA in decode: queries grow with the position, and values are normed */
+    bool chunked;     /* the window begins anew after every `window` tokens */
     int block_size() const { return max(block, 1); }
     int most() const { return top_k + (pools ? block - 1 : 0); } /* keys that a token sees at most */
 };
@@ -1653,7 +1677,8 @@ struct test_heads {
 static std::vector<int> attn_visible(const struct attn_case &c, int pos, const int32_t *list) {
     std::vector<int> keys;
     const bool chosen = c.top_k && pos >= c.most();
-    for (int x = c.window ? max(pos + 1 - c.window, 0) : 0; x <= pos && !chosen; x++) keys.push_back(x);
+    const int first = c.chunked ? pos / c.window * c.window : c.window ? max(pos + 1 - c.window, 0) : 0;
+    for (int x = first; x <= pos && !chosen; x++) keys.push_back(x);
     for (int x = (pos + 1) / c.block_size() * c.block_size(); x <= pos && chosen && c.pools; x++) keys.push_back(x);
     for (int i = 0; chosen && i < c.top_k / c.block; i++)
         for (int x = list[i] * c.block; x < (list[i] + 1) * c.block && x <= pos; x++) keys.push_back(x);
@@ -1741,7 +1766,7 @@ static void run_attention(const struct attn_case &c) {
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
             std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope, c.pairs) : std::vector<double>());
-            const double growth = c.grows ? 1 + 0.1 * log1p((c.pos + i) / 50) : 1;
+            const double growth = c.grows ? 1 + 0.1 * log1p((c.pos + i + c.chunked) / 50) : 1;
             for (int j = 0; j < c.dk; j++)
                 q[(size_t)i * qs + (size_t)(h * c.dk + j)] =
                     f16_from_f32((float)(fused ? y[(size_t)j] * growth : normal() * c.size));
@@ -1786,7 +1811,7 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
     if (values) a.out = NULL;
     a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
-    a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
+    a.window = c.window, a.chunked = c.chunked, a.sinks = c.sinks ? sinks_d.p : NULL;
     if (c.top_k) {
         a.top_k = c.most(), a.chosen = chosen_d, a.n_topk = (int)n_topk;
         a.block = divisor_of(c.block), a.block_end = c.pools ? POOL_END : BLOCK_END;
@@ -1806,6 +1831,7 @@ static void run_attention(const struct attn_case &c) {
         r.kp = k.p, r.vp = v.p, r.n_head = n_head, r.n_head_kv = c.n_kv, r.d = c.dk, r.q_head = q32.head, r.dv = c.dv;
         r.rope = rope, r.eps = 1e-6f;
         if (c.grows) r.temp_scale = 0.1f, r.temp_length = 50, r.v_norm = true;
+        r.temp_early = c.chunked;
         k.forget(c.pos, here), v.forget(c.pos, here);
     }
     q_d.arrive(), q32.d.arrive();
@@ -1854,15 +1880,16 @@ static void run_attention(const struct attn_case &c) {
     for (size_t i = 0; i < got.size(); i++) /* what is no result stays as it was */
         bad += ((int)(i / os) >= here || i % os >= os - 8) && got[i] != 0xABCD;
     double error = sqrt(sum.nmse()), limit = c.size > 2 ? 4e-3 : 2e-3;
-    expect(
-        error <= limit && !bad && !rows,
-        "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g, window %d of %d rows, sinks %d, "
-        "pairs %d, plain %d, gates %d, top-k %d in blocks of %d, pools %d, several %d, biases %d, growth %d: error "
-        "%.1e, %d gaps "
-        "written, %d rows or counters are wrong",
-        c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
-        c.n_tok, c.absent, c.pos, c.splits, c.size, c.window, c.ring, c.sinks, c.pairs, c.plain, (int)c.gates, c.top_k,
-        c.block, c.pools, c.several, c.extent, c.grows, error, bad, rows);
+    expect(error <= limit && !bad && !rows,
+           "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g, window %d of %d rows, chunked "
+           "%d, sinks "
+           "%d, "
+           "pairs %d, plain %d, gates %d, top-k %d in blocks of %d, pools %d, several %d, biases %d, growth %d: error "
+           "%.1e, %d gaps "
+           "written, %d rows or counters are wrong",
+           c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
+           c.n_tok, c.absent, c.pos, c.splits, c.size, c.window, c.ring, c.chunked, c.sinks, c.pairs, c.plain,
+           (int)c.gates, c.top_k, c.block, c.pools, c.several, c.extent, c.grows, error, bad, rows);
 }
 
 /* Expanded keys and values of a released shape, segment after segment. */
@@ -2411,8 +2438,32 @@ static void run_head_gate(bool each, bool softplus) {
 
 /* Windows of one key, around the steps of 64 keys, and of several splits; contexts shorter and much longer; rings as short
  * as they may be; sinks, rotations of neighbors, heads that are not normed, gates. */
+/* Windows that begin anew: no token is in the next chunk, one is, half of them or all are. */
+static void run_chunks() {
+    static const int widths[][2] = {{32, 32}, {64, 64}, {128, 128}, {192, 128}, {256, 256}},
+                     toks[][5] = {{2, 7, 16, 1, 12}, {17, 64, 70, 33, 65}}, chunks[] = {64, 128, 576, 1024},
+                     splits[] = {64, 1, 3, 64, 2};
+    int turn = 0;
+    for (auto &w : widths)
+        for (int kind = 0; kind < 4; kind++)
+            for (int chunk : chunks) {
+                struct attn_case c = {};
+                c.dk = w[0], c.dv = w[1], c.prefill = kind & 1, c.fp8 = kind >> 1, c.window = chunk, c.chunked = true;
+                c.n_kv = 1 + turn % 2, c.group = 1 + turn % 4, c.splits = splits[turn % 5], c.size = 1;
+                c.n_tok = toks[c.prefill][turn % 5], c.several = !c.prefill && turn % 7 == 0;
+                const int before[] = {c.n_tok, c.n_tok - 1, c.n_tok / 2, 0}; /* tokens before the boundary */
+                c.pos = (1 + turn % 2) * chunk - before[(turn + kind) % 4];
+                if (c.pos < 0) c.pos += chunk;
+                if (turn % 3) c.ring = (chunk - 1 + c.n_tok + 63) / 64 * 64;
+                c.grows = !c.prefill && turn % 2;
+                turn++;
+                run_attention(c);
+            }
+}
+
 extern "C" void cuda_test_windows(void) {
     begin_test(14);
+    run_chunks();
     run_window_bits();
     for (bool each : {false, true}) run_head_gate(each, !each), run_head_gate(each, each);
     static const int windows[] = {1, 5, 63, 64, 65, 129, 200, 300, 520},

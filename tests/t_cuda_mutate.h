@@ -441,6 +441,21 @@ static void latent_decode_other_growth(const char *launch, void *args) {
 static void latent_prefill_other_growth(const char *launch, void *args) {
     change_if<struct rope_args>(launch, "k_rope_mla", args, wrong_growth);
 }
+static void decode_late_growth(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_decode", args, [](auto &a) { a.rope.temp_early = 0; });
+}
+static void prefill_late_growth(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_gqa", args, [](auto &a) { a.temp_early = 0; });
+}
+static void decode_without_chunks(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_decode", args, [](auto &a) { a.chunked = false; });
+}
+static void prefill_without_chunks(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_gqa_prefill", args, [](auto &a) { a.chunked = false; });
+}
+static void inputs_not_weighted(const char *launch, void *args) {
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) { a.weighs_input = false; });
+}
 static void norms_without_biases(const char *launch, void *args) {
     change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.bias = NULL; });
 }
@@ -1614,6 +1629,11 @@ static const struct {
                 {"delta_net", "the oldest token under the taps is left out", taps_one_fewer},
                 {"operations", "queries grow later in decode", decode_other_growth},
                 {"operations", "queries grow later in prefill", prefill_other_growth},
+                {"operations", "queries do not grow a token early in decode", decode_late_growth},
+                {"operations", "queries do not grow a token early in prefill", prefill_late_growth},
+                {"operations", "chunks are windows in decode", decode_without_chunks},
+                {"operations", "chunks are windows in prefill", prefill_without_chunks},
+                {"operations", "results of experts are weighted in place of inputs", inputs_not_weighted},
                 {"operations", "norms have no biases", norms_without_biases},
                 {"operations", "queries of latents grow later in decode", latent_decode_other_growth},
                 {"operations", "queries of latents grow later in prefill", latent_prefill_other_growth},

@@ -1490,10 +1490,10 @@ SPECS = {
             "rope_type": "llama3"})}, positions=72, columns=True),
     "llama4_nvfp4": dict(
         config={"architectures": ["Llama4ForCausalLM"], **llama4(
-            attention_chunk_size=24, hidden_size=128, interleave_moe_layer_step=2, intermediate_size=128,
+            attention_chunk_size=64, hidden_size=128, interleave_moe_layer_step=2, intermediate_size=128,
             num_attention_heads=3, num_experts_per_tok=2, num_hidden_layers=4, num_key_value_heads=1, num_local_experts=4,
             use_qk_norm=False)},
-        declare="modelopt_experts", positions=72, store=[(r"\.experts\.\d+\.", "nvfp4")]),
+        declare="modelopt_experts", positions=136, store=[(r"\.experts\.\d+\.", "nvfp4")]),
     "smallthinker": dict(config=smallthinker("GLLLG"), positions=72),
     "smallthinker_nvfp4": dict(
         config=smallthinker("GG", hidden_size=128, moe_ffn_hidden_size=128, moe_num_active_primary_experts=2,
