@@ -1209,6 +1209,7 @@ struct delta {
     int n_decay;        /* decays of a value head: 1, or head_k (Kimi delta attention), one for each row of its state */
     int low;           /* values through which inputs of decays and gates of results go, a low rank; 0: there is none */
     float bound;       /* negative: what logarithms of decays are above; 0: they have no bound */
+    bool full_gate;    /* gates of results do not go through them */
     bool flat_decay;   /* a file has the decays as a plain vector of -exp(A_log), with a bound too */
     bool sigmoid_gate; /* a gate of the result acts by its sigmoid; otherwise by its SiLU */
     bool tiled;
@@ -1257,8 +1258,9 @@ enum qk_norm {
     X(REL, l->mixer == MIXER_REL)                                                     \
     X(REL_WINDOW, l->mixer == MIXER_REL && l->attn.window)                            \
     X(REL_FULL, l->mixer == MIXER_REL && !l->attn.window)                             \
-    X(READ_BLOCKS, l->n_read > 0)                                                     \
-    X(RES_BLOCKS, m->res_block > 0)                                                   \
+    X(READ_BLOCKS, l->n_read > 0 && !m->family->plain_blocks)                         \
+    X(RES_BLOCKS, m->res_block > 0 && !m->family->plain_blocks)                       \
+    X(PLAIN_BLOCKS, m->res_block > 0 && m->family->plain_blocks)                      \
     X(LOOPED, l->n_gate_low > 0)                                                      \
     X(FFN_ALONE, l->mixer == MIXER_NONE)                                              \
     X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)                      \
@@ -1283,6 +1285,7 @@ enum qk_norm {
     X(GDN_BA, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && l->delta.fused_ba)  \
     X(KDA, l->delta.n_decay > 1)                                                      \
     X(KDA_LOW, l->delta.n_decay > 1 && l->delta.low > 0)                              \
+    X(KDA_LOW_GATE, l->delta.n_decay > 1 && l->delta.low > 0 && !l->delta.full_gate)  \
     X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                                \
     X(KDA_FLAT, l->delta.n_decay > 1 && l->delta.flat_decay)                          \
     X(KDA_COLUMN, l->delta.n_decay > 1 && !l->delta.flat_decay)                       \
@@ -1295,7 +1298,7 @@ enum qk_norm {
     X(DENSE_FUSED, !l->n_expert && !l->no_ffn && l->fused_up)                         \
     X(EXPERTS, l->n_expert > 0)                                                       \
     X(GATED, !l->ungated)                                                             \
-    X(LATENT, l->n_latent > 0)                                                        \
+    X(LATENT, l->n_latent > 0 && !l->latent_normed)                                   \
     X(SHARED, l->n_ff_shared > 0 && !layer_beside(m, l))                              \
     X(BESIDE, layer_beside(m, l))                                                     \
     X(EARLY, m->family->early_experts && l->n_expert > 0)                             \
@@ -1307,8 +1310,7 @@ enum qk_norm {
     X(NGRAM_CONV, l->ngrams && m->ngram->n_conv)                                      \
     X(NGRAMS_PLAIN, l->ngrams && !m->ngram->n_conv)                                   \
     X(MTP, l->mtp)                                                                    \
-    X(MTP_ROWS, l->mtp && !m->hc_low)                                                 \
-    X(MTP_LOW, l->mtp && m->hc_low > 0)
+    X(MTP_ROWS, l->mtp && !m->hc_low)
 enum {
 #define CONDITION(bit, test) CONDITION_##bit,
     LAYER_CONDITIONS(CONDITION)
@@ -1491,7 +1493,9 @@ struct layer {
     struct glu glu, sh_glu;       /* of the experts or the dense feed-forward; of the shared expert */
     struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times; with n_latent
                                    * in place of n_embd where there is one; no gate if ungated */
-    struct weight latent_down, latent_up;  /* (n_latent, n_embd), (n_embd, n_latent): around the routed experts */
+    bool latent_normed;           /* there is latent_norm, and ranks divide the columns of latent_up */
+    struct weight latent_down, latent_up; /* (n_latent, n_embd), (n_embd, n_latent): around the routed experts */
+    const float *latent_norm; /* (n_latent) norm of the weighted sum of what these give; NULL: there is none */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
@@ -1556,6 +1560,7 @@ enum dim {
     DIM_GATE_UP,          /* 2 n_ff */
     DIM_SHARED,           /* n_ff_shared */
     DIM_LATENT,           /* n_latent */
+    DIM_LATENT_PART,      /* the same, of which a rank has a part */
     DIM_EXPERT,           /* n_latent, or n_embd where there is none */
     /* of hyper-connections of a low rank, and of n-grams */
     DIM_HC_LOW,     /* hc_low */
@@ -1735,8 +1740,9 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ssm_f_b",               "self_attn.f_b_proj",           w_alpha,     LOW,     DECAYS,   ONE,     HAS_KDA_LOW),
     MATRIX("ssm_f_a",               "self_attn.f_proj",             w_alpha,     EMBD,    DECAYS,   ONE,     HAS_KDA_FULL),
     MATRIX("ssm_beta",              "self_attn.b_proj",             w_beta,      EMBD,    VALUES,   ONE,     HAS_KDA),
-    MATRIX("ssm_g_a",               "self_attn.g_a_proj",           wz_low,      EMBD,    LOW,      ONE,     HAS_KDA_LOW),
-    MATRIX("ssm_g_b",               "self_attn.g_b_proj",           wz,          LOW,     VALUE,    ONE,     HAS_KDA_LOW),
+    MATRIX("ssm_g_a",               "self_attn.g_a_proj",           wz_low,      EMBD,    LOW,      ONE,     HAS_KDA_LOW_GATE),
+    MATRIX("ssm_g_b",               "self_attn.g_b_proj",           wz,          LOW,     VALUE,    ONE,     HAS_KDA_LOW_GATE),
+    MATRIX("ssm_g",                 "self_attn.g_proj",             wz,          EMBD,    VALUE,    ONE,     HAS_KDA | HAS_PLAIN_BLOCKS),
     MATRIX("ssm_g_a",               "self_attn.g_proj",             wz,          EMBD,    VALUE,    ONE,     HAS_KDA_FULL),
     VECTORS("ssm_a",                "self_attn.A_log",              decay,       ONE,     VALUES,            HAS_KDA_COLUMN),
     VECTOR("ssm_a",                 "self_attn.A_log",              decay,       VALUES,            HAS_KDA_FLAT),
@@ -1785,6 +1791,8 @@ static const struct tensor_rule tensor_rules[] = {
     VECTORS("ffn_conv.weight",      "mlp_sconv",                    conv_ffn,    TAPS,    EMBD,              HAS_REL),
     VECTORS("attn_res.weight",      "attn_res.attn_queries",        read_attn,   EMBD,    READ,              HAS_READ_BLOCKS),
     VECTOR("ffn_res.weight",        "attn_res.mlp_queries",         read_ffn,    EMBD,                       HAS_RES_BLOCKS),
+    VECTOR("attn_res_score.weight", "self_attention_res_proj",      read_attn,   EMBD,                       HAS_PLAIN_BLOCKS),
+    VECTOR("ffn_res_score.weight",  "mlp_res_proj",                 read_ffn,    EMBD,                       HAS_PLAIN_BLOCKS),
     VECTORS("loop_messages.weight", "middle_cycle_cross_pass_queries", read_messages, EMBD, READS,           HAS_LOOPED),
     MATRIX("loop_q_down", "controllers.attn.down_weight", gate_of[READ_Q].down, PAIR, GATE_LOW, ONE, HAS_LOOPED),
     MATRIX("loop_q_forget", "controllers.attn.forget_weight", gate_of[READ_Q].forget, GATE_LOW, EMBD, ONE, HAS_LOOPED),
@@ -1826,6 +1834,9 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_down_exps",         "mlp.experts.*.down_proj",      down,        FF,      EXPERT,   EXPERTS, HAS_EXPERTS),
     MATRIX("ffn_latent_down",       "mlp.fc1_latent_proj",          latent_down, EMBD,    LATENT,   ONE,     HAS_LATENT),
     MATRIX("ffn_latent_up",         "mlp.fc2_latent_proj",          latent_up,   LATENT,  EMBD,     ONE,     HAS_LATENT),
+    MATRIX("ffn_routed_down",       "mlp.routed_expert_down_proj",  latent_down, EMBD,    LATENT,   ONE,     HAS_EXPERTS | HAS_PLAIN_BLOCKS),
+    VECTOR("ffn_routed_norm.weight", "mlp.routed_expert_norm",      latent_norm, LATENT,                     HAS_EXPERTS | HAS_PLAIN_BLOCKS),
+    MATRIX("ffn_routed_up",         "mlp.routed_expert_up_proj",    latent_up,   LATENT_PART, EMBD, ONE,     HAS_EXPERTS | HAS_PLAIN_BLOCKS),
     VECTORS("ffn_gate_exps.bias",   "mlp.experts.*.gate_proj.bias", gate.bias,   FF,      EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     VECTORS("ffn_up_exps.bias",     "mlp.experts.*.up_proj.bias",   up.bias,     FF,      EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     VECTORS("ffn_down_exps.bias",   "mlp.experts.*.down_proj.bias", down.bias,   SUM,     EXPERTS,           HAS_EXPERTS | HAS_BIASES),
@@ -1835,16 +1846,16 @@ static const struct tensor_rule tensor_rules[] = {
     OPTIONAL("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate", sh_weight,   EMBD,              HAS_SHARED),
     VECTOR("nextn.enorm.weight",    "enorm",                        e_norm,      EMBD,              HAS_MTP),
     VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_MTP_ROWS),
-    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      HC_EMBD,           HAS_MTP_LOW),
+    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      HC_EMBD,           HAS_MTP | HAS_HC_LOW),
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_MTP),
     OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_MTP_ROWS),
     OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_MTP_ROWS),
     VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  HC_EMBD, HC,            HAS_MTP | HAS_HC),
     VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, HC,           HAS_MTP | HAS_HC),
     VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_MTP | HAS_HC),
-    VECTOR("nextn.hc_head_norm.weight", "hc_head.hc_norm",          hc_head.norm, HC_EMBD,          HAS_MTP_LOW),
-    MATRIX("nextn.hc_head_down",    "hc_head.input_mix_weight_down", hc_head.down, HC_EMBD, HC_LOW, ONE, HAS_MTP_LOW),
-    MATRIX("nextn.hc_head_up",      "hc_head.input_mix_weight_up",  hc_head.up, HC_LOW, HC_EMBD, ONE, HAS_MTP_LOW),
+    VECTOR("nextn.hc_head_norm.weight", "hc_head.hc_norm",          hc_head.norm, HC_EMBD,          HAS_MTP | HAS_HC_LOW),
+    MATRIX("nextn.hc_head_down",    "hc_head.input_mix_weight_down", hc_head.down, HC_EMBD, HC_LOW, ONE, HAS_MTP | HAS_HC_LOW),
+    MATRIX("nextn.hc_head_up",      "hc_head.input_mix_weight_up",  hc_head.up, HC_LOW, HC_EMBD, ONE, HAS_MTP | HAS_HC_LOW),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_MTP),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_MTP),
 };
@@ -2061,6 +2072,9 @@ static const struct key_rule key_rules[] = {
     {"loop.gate_rank",                       KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED},
     /* experts of a latent */
     {"moe_latent_size",                      KEY_INT,  KEY_ONE,    0, MAX_WIDTH,   0}, /* 0: there is none */
+    {"expert_latent_length",                 KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED},
+    {"activation.situ_beta",                 KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"activation.situ_linear_beta",          KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
     /* What the tensors of a file say by themselves: --synth alone reads these */
     {"vocab_size",                           KEY_INT,  KEY_ONE,    1, MAX_EMBD_ROWS, KEY_REQUIRED},
     {"leading_dense_block_count",            KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0},
@@ -2220,6 +2234,7 @@ struct family {
     bool early_experts;   /* or with one, and so do routed experts */
     bool no_mtp;          /* MTP layers do not run: there is no reference for them */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
+    bool plain_blocks;    /* blocks of layers are read as they are, not their norms, and halves have no convolutions */
     bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
     const char *last_norm; /* the name of the last norm; NULL: output_norm.weight */
     /* Reads the metadata of attention, and what is this family's alone. */
@@ -2435,7 +2450,8 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_FF: return layer->n_ff;
     case DIM_GATE_UP: return 2 * layer->n_ff;
     case DIM_SHARED: return layer->n_ff_shared;
-    case DIM_LATENT: return layer->n_latent;
+    case DIM_LATENT:
+    case DIM_LATENT_PART: return layer->n_latent;
     case DIM_EXPERT: return layer->n_latent ? layer->n_latent : m->n_embd;
     case DIM_CONV: return d->n_conv;
     case DIM_KEY: return d->n_key * d->head_k;
@@ -3942,6 +3958,7 @@ struct gpu_dims {
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_hc && !m->hc_low && !m->n_sinkhorn) return "residual streams that are not mixed";
+    if (m->n_res && m->family->plain_blocks) return "blocks of layers that are read without a norm";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++) {
@@ -4895,12 +4912,15 @@ static struct input half_input(struct program *p, const struct model *m, int il,
     return m->hc_low ? forward_streams(p, hc, il, partial, A_H) : residual(m, &m->layers[il], partial, norm, hc);
 }
 
+static void forward_blocks(struct program *p, const struct model *m, int il, bool apart);
+
 /* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or the MTP
  * layer's eh_proj, has left, unless n-grams have taken them. */
 static struct input layer_input(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     const enum act partial = layer_streams(m, l) && l->mtp ? A_JOINED : il && !l->ngrams ? A_OUT : ACT_COUNT;
-    if (half_ready(m, il - 1)) return plain(A_H);
+    if (m->n_res) forward_blocks(p, m, il, false);
+    if (m->n_res || half_ready(m, il - 1)) return plain(A_H);
     return half_input(p, m, il, partial, l->attn_norm, &l->hc_attn);
 }
 
@@ -5831,6 +5851,33 @@ static void layer_kda(struct loader *l, struct layer *layer, int il) {
     layer->delta.n_key = layer->delta.n_value = layer->delta.whole_key = l->n_head[il];
 }
 
+/* Reads the metadata of Kimi-K3, whose residual is blocks of layers and whose routed experts work in a latent space. */
+static void read_kimi_k3(struct loader *l) {
+    struct model *m = l->m;
+    char key[128];
+    read_kimi_linear(l);
+    l->delta.full_gate = l->delta.flat_decay = true;
+    if (loader_key(l, "kda.gate_lower_bound", key)) l->delta.bound = loader_num(l, "kda.gate_lower_bound");
+    l->gate_cap = loader_num(l, "activation.situ_beta");
+    l->up_cap = loader_num(l, "activation.situ_linear_beta");
+    l->n_latent = loader_int(l, "expert_latent_length");
+    m->res_block = loader_int(l, "attn_res.block_size");
+    if (!l->failed) m->n_res = 1 + ceil_by(m->n_layer, m->res_block);
+}
+
+/* A layer of Kimi-K3. Latent attention has a gate for every value. */
+static void layer_kimi_k3(struct loader *l, struct layer *layer, int il) {
+    layer_kda(l, layer, il);
+    layer->n_read = 1;
+    layer->latent_normed = true;
+    if (layer_has_tensor(l, il, "ffn_gate_inp.weight")) layer->n_latent = l->n_latent;
+    layer->glu = (struct glu){.alpha = 1, .factor = 1, .gate_cap = l->gate_cap, .up_cap = l->up_cap};
+    layer->sh_glu = layer->glu;
+    if (layer->mixer != MIXER_MLA) return;
+    layer->head_gate = GATE_SIGMOID;
+    layer->attn.n_gate = layer->attn.head_v;
+}
+
 /* A layer of Ling 3. Latent attention has a gate for every head. */
 static void layer_bailing3(struct loader *l, struct layer *layer, int il) {
     layer_kda(l, layer, il);
@@ -5894,9 +5941,11 @@ static void layer_glm5_next(struct loader *l, struct layer *layer, int il) {
 static void forward_delta(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     if (l->delta.low) {
-        LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz_low, A_Z_LOW},
-               {&l->w_alpha_low, A_ALPHA_LOW}, {&l->w_beta, A_BETA});
-        LINEAR(p, il, plain(A_Z_LOW), {&l->wz, A_Z});
+        const bool full = l->delta.full_gate;
+        LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V},
+               {full ? &l->wz : &l->wz_low, full ? A_Z : A_Z_LOW}, {&l->w_alpha_low, A_ALPHA_LOW},
+               {&l->w_beta, A_BETA});
+        if (!full) LINEAR(p, il, plain(A_Z_LOW), {&l->wz, A_Z});
         LINEAR(p, il, plain(A_ALPHA_LOW), {&l->w_alpha, A_ALPHA});
     } else {
         LINEAR(p, il, layer_input(p, m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz, A_Z},
@@ -6569,6 +6618,8 @@ static const struct family families[] = {
      .read = read_mimo2,    .layer = layer_mimo2},
     {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_kimi_linear, .layer = layer_kda},
+    {.arch = "kimi-k3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true, .plain_blocks = true,
+     .read = read_kimi_k3, .layer = layer_kimi_k3},
     {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_bailing3, .layer = layer_bailing3},
     {.arch = "glm5-next", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true, .mean_streams = true,
@@ -7167,8 +7218,10 @@ static void loader_bind(struct loader *l) {
     else if (!m->hc_low) m->output_norm = loader_norm(l, "output_norm", m->n_embd);
     if (l->logit_scale > 0) loader_divide(l, &m->output_norm, m->n_embd, l->logit_scale);
     if (m->n_hc && family_reads_last(m->family)) loader_hc(l);
-    if (m->n_res) m->read_end = loader_vector(l, "output_res.weight", m->n_embd, 1, false);
-    if (m->n_res) m->embd_norm = loader_vector(l, "token_embd_norm.weight", m->n_embd, 1, false);
+    const bool plain = m->family && m->family->plain_blocks;
+    if (m->n_res)
+        m->read_end = loader_vector(l, plain ? "output_res_score.weight" : "output_res.weight", m->n_embd, 1, false);
+    if (m->n_res && !plain) m->embd_norm = loader_vector(l, "token_embd_norm.weight", m->n_embd, 1, false);
     if (m->n_ngram) loader_ngrams(l);
     if (!l->failed) loader_layers(l);
     if (!l->failed) model_max_dims(m);
@@ -7636,6 +7689,7 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_VALUE: return value_range(&layer->delta, h.key, layer->delta.head_v);
     case DIM_FF: return shard_range(n, shard_unit(&layer->down), shard.n_rank, shard.rank);
     case DIM_SHARED: return shard_range(n, shard_unit(&layer->sh_down), shard.n_rank, shard.rank);
+    case DIM_LATENT_PART: return shard_range(n, shard_unit(&layer->latent_up), shard.n_rank, shard.rank);
     case DIM_2_EMBD: return shard_range(n, shard_unit(&layer->eh_proj), shard.n_rank, shard.rank);
     case DIM_VOCAB: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
     default: return range_of(0, n);
@@ -14047,12 +14101,13 @@ static void run_blocks_add(struct rank *r, const struct step *s) {
     for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
         const int t = i / parts, from = i % parts * BLOCK_COLUMNS, n = int_min(BLOCK_COLUMNS, n_embd - from);
         float y[BLOCK_COLUMNS], *to = block_row(r, t, row) + from;
-        short_conv(r, s->il, use, A_H, taps, n_embd, r->pos + t, from, n, y);
+        if (taps) short_conv(r, s->il, use, A_H, taps, n_embd, r->pos + t, from, n, y);
+        else memcpy(y, act_row(r, A_H, t) + from, (size_t)n * sizeof *y);
         if (!s->ffn && begins_row(r->m, layer)) memcpy(to, y, (size_t)n * sizeof *y);
         else r->cpu->k->scale_add(y, 1.0f, to, n);
     }
     team_barrier();
-    if (team_leads()) short_conv_keep(r, s->il, use, A_H);
+    if (taps && team_leads()) short_conv_keep(r, s->il, use, A_H);
 }
 
 /* A_H = the partial sums over the stage's ranks; then they are added to the blocks: what half `ffn` of layer il gave. */
@@ -14104,14 +14159,17 @@ static void blocks_read(const struct rank *r, int t, int q, int first, int n, fl
     const int n_embd = r->m->n_embd;
     const float *square = act_row(r, A_MIX, t) + first, *score = block_scores(r, t, q) + first;
     float weight[MAX_LAYERS + 1], norm[MAX_LAYERS + 1], top = -INFINITY, sum = 0;
+    const bool plain = r->m->family->plain_blocks;
+    const float eps = plain ? r->m->rms_eps : residual_eps, scale = plain ? 1 : sqrtf((float)n_embd);
     for (int j = 0; j < n; j++) {
-        norm[j] = 1.0f / sqrtf(square[j] / (float)n_embd + residual_eps);
-        weight[j] = score[j] * norm[j] / sqrtf((float)n_embd);
+        norm[j] = 1.0f / sqrtf(square[j] / (float)n_embd + eps);
+        weight[j] = score[j] * norm[j] / scale;
         top = fmaxf(top, weight[j]);
     }
     for (int j = 0; j < n; j++) sum += weight[j] = expf(weight[j] - top);
     memset(x, 0, (size_t)n_embd * sizeof *x);
-    for (int j = 0; j < n; j++) r->cpu->k->scale_add(block_row(r, t, first + j), weight[j] / sum * norm[j], x, n_embd);
+    for (int j = 0; j < n; j++)
+        r->cpu->k->scale_add(block_row(r, t, first + j), weight[j] / sum * (plain ? 1 : norm[j]), x, n_embd);
 }
 
 /* The factors by which the two halves of pair i were normed. */
@@ -15613,14 +15671,34 @@ static void ffn_dense(struct rank *r, int il, bool part, enum act x, enum act ou
     if (r->stats) stats_add(r, il, x);
 }
 
+/* A_LATENT = the part of the rank's columns of latent_up in the norm of A_LATENT_SUM over the stage's ranks. */
+static void latent_norm(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const int n = layer->n_latent, n_rank = r->m->shard.n_rank;
+    const struct range part = shard_range(n, shard_unit(&layer->latent_up), n_rank, r->m->shard.rank);
+    if (team_leads()) r->n_all_reduce++;
+    stage_team_barrier(r);
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        float *x = act_row(r, A_LATENT, t);
+        memcpy(x, act_row(rank_peer(r, 0), A_LATENT_SUM, t), (size_t)n * sizeof *x);
+        for (int k = 1; k < n_rank; k++) r->cpu->k->scale_add(act_row(rank_peer(r, k), A_LATENT_SUM, t), 1.0f, x, n);
+        r->cpu->k->rmsnorm(x, layer->latent_norm, r->m->rms_eps, x, n);
+        memmove(x, x + part.first, (size_t)part.n * sizeof *x);
+    }
+    stage_team_barrier(r); /* nobody's sums are overwritten while others read them */
+    op_end(0, "latent norm");
+}
+
 /* out = latent_up times what the jobs give, whose experts read latent_down x. latent_up is linear, so that every rank
- * may apply it to its partial sums. */
+ * may apply it to its partial sums, or to its columns of their norm. */
 static void ffn_latent_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
     const struct layer *layer = &r->m->layers[il];
     linear_each(r, x, (const struct weight *const[]){&layer->latent_down, NULL}, SLOTS(A_LATENT));
     ffn_run(r, il, A_LATENT, A_LATENT_SUM, per_job, false);
     if (r->stats) stats_add(r, il, A_LATENT);
-    linear_each(r, A_LATENT_SUM, (const struct weight *const[]){&layer->latent_up, NULL}, SLOTS(out));
+    if (layer->latent_norm) latent_norm(r, il);
+    const enum act sum = layer->latent_norm ? A_LATENT : A_LATENT_SUM;
+    linear_each(r, sum, (const struct weight *const[]){&layer->latent_up, NULL}, SLOTS(out));
 }
 
 /* Runs the jobs, whose experts read a latent or what the router reads, and then the shared expert, which reads x. */

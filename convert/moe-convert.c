@@ -1058,7 +1058,7 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_ONE] = "1", [DIM_EMBD] = "hidden_size", [DIM_2_EMBD] = "2 hidden_size", [DIM_SUM] = "hidden_size",
     [DIM_VOCAB] = "vocab_size", [DIM_TOKENS] = "vocab_size",
     [DIM_HEADS] = "num_attention_heads",
-    [DIM_NOPE] = "qk_nope_head_dim", [DIM_ROPE] = "qk_rope_head_dim", [DIM_Q_LORA] = "q_lora_rank",
+    [DIM_NOPE] = "qk_nope_head_dim", [DIM_ROPE] = "qk_rope_head_dim", [DIM_LATENT_PART] = "routed_expert_hidden_size", [DIM_Q_LORA] = "q_lora_rank",
     [DIM_KV_LORA] = "kv_lora_rank", [DIM_KV_A] = "kv_lora_rank + qk_rope_head_dim",
     [DIM_INDEXES] = "index_n_heads",
     [DIM_HC_EMBD] = "hc_mult x hidden_size", [DIM_HC] = "hc_mult", [DIM_HC_MIX] = "(2 + hc_mult) hc_mult",
@@ -1378,6 +1378,24 @@ static enum meaning meaning_of(const struct tensor_rule *r) {
     return norm && src.zero_centered ? LESS_ONE : VALUES;
 }
 
+/* Returns the values of a norm (rows DIM_ONE) or of a matrix of one row, malloc'ed. */
+static float *read_query(const char *name, enum dim cols) {
+    const struct tensor *t = cols == DIM_ONE ? resolve_vector(name) : resolve_linear(name).w;
+    float *v = xrealloc(NULL, dim_of(DIM_EMBD) * sizeof *v);
+    if (cols == DIM_ONE) check_shape(t, 1, dim_of(DIM_EMBD), DIM_ONE, DIM_EMBD);
+    read_floats(t, 0, dim_of(DIM_EMBD), v);
+    return v;
+}
+
+/* The query by which blocks are read: the weights of a norm times a matrix of one row. */
+static void plan_query(const char *dst, const char *half) {
+    float *v = NULL, *norm = read_query(fmt("%s_norm.weight", half), DIM_ONE),
+          *row = read_query(fmt("%s_proj", half), DIM_EMBD);
+    for (size_t i = 0; i < dim_of(DIM_EMBD); i++) arrput(v, norm[i] * row[i]);
+    free(norm), free(row);
+    plan_values(dst, v);
+}
+
 /* A vector of a layer. */
 static void plan_layer_vector(const struct tensor_rule *r, const char *dst, const char *from) {
     const char *leaf = strrchr(r->hf, '.');
@@ -1473,6 +1491,10 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     }
     if (r->field == offsetof(struct layer, read_messages)) {
         plan_messages(layer);
+        return;
+    }
+    if (r->when == HAS_PLAIN_BLOCKS) {
+        plan_query(dst, fmt("%.*s", (int)strlen(hf_name(layer, r->hf)) - 5, hf_name(layer, r->hf)));
         return;
     }
     if (r->when & (HAS_READ_BLOCKS | HAS_RES_BLOCKS)) { /* that of the first layer's attention does not exist */
@@ -1814,6 +1836,10 @@ static void plan_hc_head(void) {
 /* Plans the norm of the embedding and the query of the last reading, where the residual is blocks of layers. */
 static void plan_blocks(void) {
     if (!made.model.n_res) return;
+    if (made.model.family->plain_blocks) {
+        plan_query("output_res_score.weight", hf_name(-1, "model.output_attn_res"));
+        return;
+    }
     plan_vector("token_embd_norm.weight", hf_name(-1, "model.embed_norm.weight"), DIM_EMBD, DIM_ONE, VALUES);
     plan_vector("output_res.weight", hf_name(-1, "model.attn_res.output_query"), DIM_EMBD, DIM_ONE, VALUES);
 }
@@ -3709,6 +3735,36 @@ static const struct renaming kimi_linear_names[] = {
     {"mlp.shared_experts", "block_sparse_moe.shared_experts", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
 
+static const struct renaming kimi_k3_names[] = {
+    {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.w1", EVERYWHERE},
+    {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.w3", EVERYWHERE},
+    {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.w2", EVERYWHERE},
+    {"mlp.gate", "block_sparse_moe.gate", EVERYWHERE},
+    {"mlp.shared_experts", "block_sparse_moe.shared_experts", EVERYWHERE},
+    {"mlp.routed_expert_down_proj", "block_sparse_moe.routed_expert_down_proj", EVERYWHERE},
+    {"mlp.routed_expert_norm", "block_sparse_moe.routed_expert_norm", EVERYWHERE},
+    {"mlp.routed_expert_up_proj", "block_sparse_moe.routed_expert_up_proj", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
+
+/* Reads the keys of Kimi-K3. GGUF files have no word on a single group of experts. */
+static void config_kimi_k3(void) {
+    config_kimi_linear();
+    if (src.n_group == 1) src.n_group = 0;
+}
+
+/* Writes the sizes of Kimi-K3. */
+static void put_kimi_k3(void) {
+    struct doc c = src.cfg, s = get_obj(c, "linear_attn_config");
+    put_kimi_linear();
+    if (get(s, "gate_lower_bound"))
+        kv_num(s, "gate_lower_bound", get_num(s, "gate_lower_bound", NAN), "kda.gate_lower_bound");
+    kv_num(c, "activation_situ_beta", get_num(c, "activation_situ_beta", NAN), "activation.situ_beta");
+    kv_num(c, "activation_situ_linear_beta", get_num(c, "activation_situ_linear_beta", NAN),
+           "activation.situ_linear_beta");
+    kv_u32("expert_latent_length", size_of("routed_expert_hidden_size"));
+    kv_u32("attn_res.block_size", size_of("attn_res_block_size"));
+}
+
 /* Whether a layer of Ling 3 has Kimi delta attention: all but the last of a group, or those of layer_types. */
 static bool is_kda_bailing(int layer) {
     struct doc c = src.cfg;
@@ -4460,6 +4516,15 @@ static const struct release {
      .src = {MIMO}},
     {.type = "mimo_v2", .config = config_mimo, .fixed = fixed_mimo,
      .src = {MIMO}},
+    {.type = "kimi_linear", .class = "KimiK3ForConditionalGeneration", .wrapper = "kimi_k3",
+     .config = config_kimi_k3, .act = "situ",
+     .fixed = "hidden_act situ mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid "
+              "num_nextn_predict_layers 0 latent_moe_use_norm true",
+     .src = {.arch = "kimi-k3", .renaming = kimi_k3_names, LATENT, .lacks_kv = is_kda_kimi,
+             .is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
+             .experts_other = "num_local_experts", .shared_key = "moe_intermediate_size",
+             .shared_count = "num_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .rope_theta = 10000, .eps = 1e-5, .put = put_kimi_k3}},
     {.type = "kimi_linear", .config = config_kimi_linear,
      .fixed = "mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid num_nextn_predict_layers 0",
      .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .lacks_kv = is_kda_kimi,
@@ -7069,8 +7134,8 @@ static const struct manual manual = {
              "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
              "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
              "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash,\n"
-             "mimo_v2, kimi_linear, bailing_hybrid, glm5_next, inkling2, inkling2_text,\n"
-             "inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "mimo_v2, kimi_linear, kimi_k3, bailing_hybrid, glm5_next, inkling2,\n"
+             "inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16, or FP8 stays with --backbone fp8. BF16, F16 and F32 are kept. Norms and\n"
              "routers become F32.\n",

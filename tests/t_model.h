@@ -470,6 +470,12 @@ static void test_fixtures_dots3(void) {
     check_fixture("dots3_note_nvfp4", NULL);
 }
 
+/* Prompts of more than a chunk; layers of blocks that are full, and one that is begun. */
+static void test_fixtures_kimi_k3(void) {
+    check_fixture("kimi_k3", NULL);
+    check_fixture("kimi_k3_nvfp4", NULL);
+}
+
 static void test_fixtures_ling(void) {
     check_fixture("bailing_moe_v2", NULL);
     check_fixture("sarvam_moe_nvfp4", NULL);
@@ -2060,14 +2066,14 @@ static void test_cpu_profile(void) {
         {"model/fixtures-ling1", test_fixtures_ling1}, {"model/fixtures-solar", test_fixtures_solar},                  \
         {"model/fixtures-granite-swa", test_fixtures_granite_swa}, {"model/fixtures-means", test_fixtures_means},      \
         {"model/fixtures-qwen3-vl", test_fixtures_qwen3_vl}, {"model/fixtures-hunyuan", test_fixtures_hunyuan},        \
-        {"model/fixtures-hy4", test_fixtures_hy4}, {"model/fixtures-dots3", test_fixtures_dots3},                      \
-        {"model/fixtures-ling", test_fixtures_ling}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},                \
-        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},        \
-        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-dense", test_fixtures_dense},                  \
-        {"model/fixtures-mistral", test_fixtures_mistral}, {"model/fixtures-gemma4", test_fixtures_gemma4},            \
-        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
-        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
+        {"model/fixtures-kimi-k3", test_fixtures_kimi_k3}, {"model/fixtures-hy4", test_fixtures_hy4},                  \
+        {"model/fixtures-dots3", test_fixtures_dots3}, {"model/fixtures-ling", test_fixtures_ling},                    \
+        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
+        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
+        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
+        {"model/fixtures-gemma4", test_fixtures_gemma4}, {"model/fixtures-kda", test_fixtures_kda},                    \
+        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
+        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
         {"model/fixtures-deepseek41", test_fixtures_deepseek41},                                                       \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \

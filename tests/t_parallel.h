@@ -259,6 +259,7 @@ static void test_parallel_kernels(void) {
                                         "gemma4",
                                         "deepseek_v41",
                                         "dots3_note",
+                                        "kimi_k3",
                                         "hy_v4",
                                         "hunyuan_v1_moe",
                                         "afmoe_nvfp4",

@@ -37,7 +37,7 @@ static const char *const rank_fixtures[] = {
     "lfm2_moe",      "lfm2_moe_nvfp4",      "smallthinker",      "smallthinker_nvfp4",
     "llama4",        "llama4_nvfp4",        "maple",             "maple_nvfp4",
     "hy_v4",         "hy_v4_nvfp4",         "dots3_note",        "dots3_note_nvfp4",
-    "arctic",        "arctic_nvfp4"};
+    "arctic",        "arctic_nvfp4",        "kimi_k3",           "kimi_k3_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

@@ -77,6 +77,7 @@ static void test_store_bits(void) {
                                         "dots1",
                                         "mixtral",
                                         "dots3_note",
+                                        "kimi_k3_nvfp4",
                                         "hy_v4",
                                         "hunyuan_v1_moe",
                                         "granitemoe",

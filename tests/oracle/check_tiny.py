@@ -461,7 +461,7 @@ def mla(W, config, x, p, layer):
     n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
     nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
     unrotated, bailing = not rope or config["model_type"] == "kimi_linear", config["model_type"] == "bailing_hybrid"
-    if config["model_type"] == "kimi_linear":  # transformers norms latents so, whatever config.json says
+    if config["model_type"] == "kimi_linear" and "attn_res_block_size" not in config:  # transformers norms latents so, whatever config.json says
         eps = 1e-6
     if config["q_lora_rank"]:
         low = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
@@ -487,8 +487,9 @@ def mla(W, config, x, p, layer):
     sinks = W.get(p + "learnable_sink_param") if W.has(p + "learnable_sink_param") else None
     y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, window=config.get("window"), sinks=sinks,
                chosen=chosen)
-    if W.has(p + "linear_gate.weight"):
-        y = y.reshape(n, -1) * sigmoid(x @ W.get(p + "linear_gate.weight").T)
+    values = p + ("g_proj.weight" if "attn_res_block_size" in config else "linear_gate.weight")
+    if W.has(values):
+        y = y.reshape(n, -1) * sigmoid(x @ W.get(values).T)
     if bailing or dots3:
         gate = sigmoid(x @ W.get(p + "g_proj.weight").T)
         y = (y.reshape(n, heads, -1) * gate[..., None]).reshape(n, -1)
@@ -1700,6 +1701,51 @@ def hy4_trunk(W, config, ids):
     return v4_last(W, config, streams, "model.hc_head.hc_head_", "model.norm.weight")
 
 
+def k3_situ(config):
+    cap = lambda x, c: c * np.tanh(x / c)
+    return lambda gate, up: cap(gate, config["activation_situ_beta"]) * sigmoid(gate) * cap(
+        up, config["activation_situ_linear_beta"])
+
+
+def k3_ffn(W, config, x, p):
+    """p: of the layer."""
+    situ, at = k3_situ(config), p + "block_sparse_moe."
+    if not W.has(at + "gate.weight"):
+        return ffn(W, x, p + "mlp.", situ)
+    score = sigmoid(x @ W.get(at + "gate.weight").T)
+    best = np.argsort(-score - W.get(at + "gate.e_score_correction_bias"), -1)[:, :config["num_experts_per_token"]]
+    weight = np.take_along_axis(score, best, -1)
+    weight = weight / weight.sum(-1, keepdims=True) * config["routed_scaling_factor"]
+    down = x @ W.get(at + "routed_expert_down_proj.weight").T
+    latent = np.zeros_like(down)
+    for e in range(score.shape[1]):
+        token, slot = np.nonzero(best == e)
+        latent[token] += weight[token, slot, None] * ffn(W, down[token], f"{at}experts.{e}.", situ, ("w1", "w3", "w2"))
+    latent = rms(latent, W.get(at + "routed_expert_norm.weight"), config["rms_norm_eps"])
+    return latent @ W.get(at + "routed_expert_up_proj.weight").T + ffn(W, x, at + "shared_experts.", situ)
+
+
+def k3_trunk(W, config, ids):
+    """The rows after the final norm of Kimi-K3, whose halves read the embedding and the sums of blocks of layers."""
+    eps, body = config["rms_norm_eps"], "language_model.model."
+    config = config | {"kda_lower_bound": config["linear_attn_config"]["gate_lower_bound"]}
+
+    def read(blocks, name):
+        rows = np.stack(blocks)
+        query = W.get(name + "_norm.weight") * W.get(name + "_proj.weight").reshape(-1)
+        return (softmax((rms(rows, 1, eps) @ query).T).T[..., None] * rows).sum(0)
+
+    blocks = [W.get(body + "embed_tokens.weight")[ids]]
+    for layer in range(config["num_hidden_layers"]):
+        p = f"{body}layers.{layer}."
+        x = rms(read(blocks, p + "self_attention_res"), W.get(p + "input_layernorm.weight"), eps)
+        y = (kda if is_kda(config, layer) else lambda *args: mla(*args, layer))(W, config, x, p + "self_attn.")
+        blocks = [*blocks, y] if layer % config["attn_res_block_size"] == 0 else [*blocks[:-1], blocks[-1] + y]
+        x = rms(read(blocks, p + "mlp_res"), W.get(p + "post_attention_layernorm.weight"), eps)
+        blocks = [*blocks[:-1], blocks[-1] + k3_ffn(W, config, x, p)]
+    return rms(read(blocks, body + "output_attn_res"), W.get(body + "norm.weight"), eps)
+
+
 def gelu(gate, up):
     return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))) / 2 * up
 
@@ -1850,6 +1896,8 @@ def trunk(W, config, ids):
         return glm5_trunk(W, config, ids)
     if config["model_type"] == "hy_v4":
         return hy4_trunk(W, config, ids)
+    if "attn_res_block_size" in config:
+        return k3_trunk(W, config, ids)
     if config["model_type"] == "qwen4_exp_text":
         return qwen4_trunk(W, config, ids)
     if config["model_type"] == "dbrx":

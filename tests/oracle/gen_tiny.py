@@ -922,6 +922,16 @@ def kimi_linear_saved(full, head_dim, **changes):
             "mlp_layer_types": ["dense"] + ["sparse"] * (n - 1)}
 
 
+def kimi_k3(full, head_dim, **changes):
+    """config.json in the words of Kimi-K3, whose text model is one of kimi_linear; full: as in kimi_linear()."""
+    text = kimi_linear(full, head_dim, **{"activation_situ_beta": 4.0, "activation_situ_linear_beta": 3.0,
+                                          "attn_res_block_size": 2, "hidden_act": "situ", "latent_moe_use_norm": True,
+                                          "q_lora_rank": 96, "routed_expert_hidden_size": 64, **changes})
+    text["linear_attn_config"]["gate_lower_bound"] = -5.0
+    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text,
+            "tie_word_embeddings": False}
+
+
 def bailing(**changes):
     """config.json in the words of the Ling-3.0 releases.  Nothing is to be read from the keys that they keep of other
     models, such as partial_rotary_factor: a part of head_dim, not of the part that is rotated."""
@@ -1114,6 +1124,12 @@ HUB_NAMES = {
     "mimo_v2_flash": [(r"self_attn\.sinks$", "self_attn.attention_sink_bias")],
     "kimi_linear": [
         (r"\.forget_gate\.", "."), (r"\.mlp\.(gate|experts|shared_experts)\.", r".block_sparse_moe.\1."),
+        (r"(\.experts\.\d+)\.gate_proj", r"\1.w1"), (r"(\.experts\.\d+)\.up_proj", r"\1.w3"),
+        (r"(\.experts\.\d+)\.down_proj", r"\1.w2")],
+    "kimi_k3": [
+        (r"^", "language_model."), (r"\.forget_gate\.", "."), (r"\.g_b_proj", ".g_proj"),
+        (r"_res\.norm$", "_res_norm.weight"), (r"_res\.proj\.", "_res_proj."),
+        (r"\.mlp\.(gate|experts|shared_experts|routed_expert_\w+)\.", r".block_sparse_moe.\1."),
         (r"(\.experts\.\d+)\.gate_proj", r"\1.w1"), (r"(\.experts\.\d+)\.up_proj", r"\1.w3"),
         (r"(\.experts\.\d+)\.down_proj", r"\1.w2")],
     "bailing_hybrid": [
@@ -1702,6 +1718,15 @@ SPECS = {
                                  kv_lora_rank=128, qk_rope_head_dim=64, num_expert_group=2, topk_group=1,
                                  num_experts_per_token=2, num_shared_experts=2, routed_scaling_factor=1.5),
         declare="modelopt_kimi_linear", positions=96, flat=True, shards=2, store=[(W123_EXPERTS, "nvfp4")]),
+    "kimi_k3": dict(
+        config=kimi_k3([3], 32, num_hidden_layers=5, num_attention_heads=4), positions=160,
+        store=[(KDA_F32, "f32")]),
+    "kimi_k3_nvfp4": dict(
+        config=kimi_k3([2], 64, num_hidden_layers=3, num_attention_heads=6, hidden_size=128, q_lora_rank=64,
+                       v_head_dim=48, attn_res_block_size=3, activation_situ_beta=2.0, activation_situ_linear_beta=5.0,
+                       moe_intermediate_size=128, num_experts=6, num_experts_per_token=2, num_shared_experts=2,
+                       rms_norm_eps=0.01, routed_expert_hidden_size=128, routed_scaling_factor=1.5),
+        declare="modelopt_kimi_linear", positions=96, store=[(W123_EXPERTS, "nvfp4"), (KDA_F32, "f32")]),
     "bailing_hybrid": dict(
         config=bailing(layer_group_size=2, num_hidden_layers=4, num_attention_heads=4, head_dim=64,
                        num_nextn_predict_layers=1),
@@ -2084,6 +2109,102 @@ def make_composed(config):
     return model.float().eval()
 
 
+def make_kimi_k3(config):
+    """Kimi-K3, which transformers does not have: layers of its Kimi Linear, changed as SGLang's kimi_k3.py has them."""
+    kinds = transformers.models.kimi_linear.modeling_kimi_linear
+    linear = lambda rows, cols: torch.nn.Linear(cols, rows, bias=False)
+    hidden, eps, beta = config["hidden_size"], config["rms_norm_eps"], config["activation_situ_beta"]
+    cap = lambda x, c: c * torch.tanh(x / c)
+    situ = lambda gate, up: cap(gate, beta) * gate.sigmoid() * cap(up, config["activation_situ_linear_beta"])
+
+    class Forget(kinds.KimiLinearForgetGate):
+        def forward(self, x):
+            g = (self.f_b_proj(self.f_a_proj(x)) + self.dt_bias).reshape(*x.shape[:2], -1, self.head_dim)
+            return config["linear_attn_config"]["gate_lower_bound"] * torch.sigmoid(self.A_log.exp() * g)
+
+    class Mlp(kinds.KimiLinearMLP):
+        def forward(self, x):
+            return self.down_proj(situ(self.gate_proj(x), self.up_proj(x)))
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            n, latent, width = (config[k] for k in ("num_experts", "routed_expert_hidden_size", "moe_intermediate_size"))
+            self.gate_up_proj = torch.nn.Parameter(torch.empty(n, 2 * width, latent))
+            self.down_proj = torch.nn.Parameter(torch.empty(n, latent, width))
+
+        def forward(self, x, chosen, weight):
+            out = torch.zeros_like(x)
+            for e in chosen.unique():
+                token, place = torch.where(chosen == e)
+                gate, up = (x[token] @ self.gate_up_proj[e].T).chunk(2, -1)
+                out.index_add_(0, token, weight[token, place, None] * (situ(gate, up) @ self.down_proj[e].T))
+            return out
+
+    class Moe(torch.nn.Module):
+        def __init__(self, known):
+            super().__init__()
+            latent = config["routed_expert_hidden_size"]
+            self.gate, self.experts = kinds.KimiLinearTopkRouter(known), Experts()
+            self.routed_expert_down_proj, self.routed_expert_up_proj = linear(latent, hidden), linear(hidden, latent)
+            self.routed_expert_norm = Rms(latent, eps)
+            self.shared_experts = Mlp(known, config["moe_intermediate_size"] * config["num_shared_experts"])
+
+        def forward(self, x):
+            rows = x.reshape(-1, hidden)
+            _, weight, chosen = self.gate(rows)
+            latent = self.experts(self.routed_expert_down_proj(rows), chosen, weight)
+            return self.routed_expert_up_proj(self.routed_expert_norm(latent)).reshape(x.shape) + self.shared_experts(x)
+
+    class Model(kinds.KimiLinearModel):
+        def read(self, blocks, half):
+            rows = torch.stack(blocks)
+            normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+            score = half.proj(half.norm * normed).softmax(0)
+            return (score * rows).sum(0)
+
+        def forward(self, input_ids, **_):
+            blocks, n = [self.embed_tokens(input_ids)], input_ids.shape[1]
+            mask = torch.full((n, n), -math.inf).triu(1)[None, None]
+            for i, layer in enumerate(self.layers):
+                x = layer.input_layernorm(self.read(blocks, layer.self_attention_res))
+                y = layer.self_attn(x, attention_mask=None) if layer.block_type == "linear_attention" else (
+                    layer.self_attn(x, attention_mask=mask)[0])
+                blocks = [*blocks, y] if i % config["attn_res_block_size"] == 0 else [*blocks[:-1], blocks[-1] + y]
+                x = layer.post_attention_layernorm(self.read(blocks, layer.mlp_res))
+                blocks = [*blocks[:-1], blocks[-1] + layer.mlp(x)]
+            return types.SimpleNamespace(last_hidden_state=self.norm(self.read(blocks, self.output_attn_res)),
+                                         **dict.fromkeys(("cache", "hidden_states", "attentions", "router_logits")))
+
+    class Reading(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.proj = torch.nn.Parameter(torch.empty(hidden)), linear(1, hidden)
+
+    known = {k: v for k, v in config.items() if k not in ("model_type", "architectures")} | {"hidden_act": "silu"}
+    model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig.from_dict(json.loads(json.dumps(known))))
+    model.model.__class__ = Model
+    for layer in model.model.layers:
+        layer.self_attention_res, layer.mlp_res = Reading(), Reading()
+        own = layer.self_attn
+        if layer.block_type == "linear_attention":
+            own.forget_gate.__class__ = Forget
+            own.g_a_proj, own.g_b_proj = torch.nn.Identity(), linear(own.qkv_dim, hidden)
+        else:
+            own.g_proj = linear(own.num_heads * own.v_head_dim, hidden)
+            own.register_forward_pre_hook(lambda own, args: setattr(own, "read", args[0]))
+            own.o_proj.register_forward_pre_hook(lambda _, args, own=own: args[0] * own.g_proj(own.read).sigmoid())
+            for norm in (own.q_a_layernorm, own.kv_a_layernorm):
+                norm.variance_epsilon = eps
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = Moe(model.config)
+        else:
+            layer.mlp.__class__ = Mlp
+    model.model.output_attn_res = Reading()
+    model.set_attn_implementation("eager")
+    return model.float().eval()
+
+
 class Rms(torch.nn.Module):
     def __init__(self, size, eps):
         super().__init__()
@@ -2233,6 +2354,8 @@ def make_model(config):
         return make_composed(config)
     if config["model_type"] in ("smallthinker", "maple", "arctic"):
         return OwnModel(config).eval()
+    if config["model_type"] == "kimi_k3":
+        return make_kimi_k3(config["text_config"])
     known = reference_config(config)
     cls = getattr(transformers, known["architectures"][0])
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
