@@ -1209,7 +1209,7 @@ struct delta {
     int n_decay;        /* decays of a value head: 1, or head_k (Kimi delta attention), one for each row of its state */
     int low;           /* values through which inputs of decays and gates of results go, a low rank; 0: there is none */
     float bound;       /* negative: what logarithms of decays are above; 0: they have no bound */
-    bool full_gate;    /* gates of results do not go through them */
+    bool full_gate;    /* the gates of results have one matrix; otherwise low-rank ones */
     bool flat_decay;   /* a file has the decays as a plain vector of -exp(A_log), with a bound too */
     bool sigmoid_gate; /* a gate of the result acts by its sigmoid; otherwise by its SiLU */
     bool tiled;
@@ -1536,7 +1536,7 @@ enum dim {
     DIM_HEAD_K,    /* head_k */
     DIM_HEAD_V,    /* head_v */
     DIM_NOPE,      /* head_k without its rotated values */
-    DIM_ROPE,      /* these */
+    DIM_ROPE,      /* layer_rope_dim */
     DIM_Q_LORA,    /* q_lora */
     DIM_KV_LORA,   /* kv_lora */
     DIM_KV_A,      /* kv_lora + rotated values */
@@ -2230,8 +2230,8 @@ struct family {
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
     bool beside;          /* files name the shared expert of a layer as a dense feed-forward */
-    bool routes_input;    /* routers read the layer's input, without a norm, */
-    bool early_experts;   /* or with one, and so do routed experts */
+    bool routes_input;    /* routers read the layer's input, without a norm unless early_experts */
+    bool early_experts;   /* routers and routed experts read a norm of the layer's input */
     bool no_mtp;          /* MTP layers do not run: there is no reference for them */
     bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     bool plain_blocks;    /* blocks of layers are read as they are, not their norms, and halves have no convolutions */

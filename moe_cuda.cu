@@ -4141,6 +4141,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
     if (inverse) inverse += (size_t)blockIdx.x * k;
     if (weight) weight += (size_t)blockIdx.x * k;
+    const uint32_t weighs = keep(weight != NULL); /* else the compiler makes two copies of the loop */
     const size_t first = (size_t)blockIdx.x * n;
     UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
         float s[4] = {};
@@ -4149,7 +4150,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
             UNROLL for (int c = 0; c < 4; c++) s[c] += w * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
         };
         if (!inverse) sum(y + first, 1);
-        else UNROLL_BY(8) for (int j = 0; j < k; j++) sum(y + (size_t)inverse[j] * n, weight ? weight[j] : 1);
+        else UNROLL_BY(8) for (int j = 0; j < k; j++) sum(y + (size_t)inverse[j] * n, weighs ? weight[j] : 1);
         if (!out) {
             *(uint2 *)(out16 + first + i) = make_uint2(clamped_f16x2(s[0], s[1]), clamped_f16x2(s[2], s[3]));
             continue;

@@ -375,9 +375,9 @@ extern "C" void cuda_test_norms(void) {
         for (int k = 0; k < 4; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
         run_add_norm<PARTIAL_OWN>(n, 1, 0, true, true, true, 1);
         for (int k = 0; k < 2; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k, true, 1 + k, true);
-        run_add_norm<PARTIAL_BF16>(n, 2, 0, true, true, true, 1, true);
+        run_add_norm<PARTIAL_BF16>(n, 2, 0, true, true, true, 2, true);
         run_add_norm<PARTIAL_GATHERED>(n, 2, 1, true, true, true, 2, true);
-        run_add_norm<PARTIAL_PUSHED>(n, 2, 1, true, true, true, 1, true);
+        run_add_norm<PARTIAL_PUSHED>(n, 2, 1, true, true, true, 2, true);
         for (int k = 1; k < 4; k++) run_add_norm<PARTIAL_BF16>(n, 2, 0, k & 1, true, k & 2, k == 2 ? 1 : k);
         for (int ranks : {1, 2, 3, 15})
             run_add_norm<PARTIAL_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 1 + ranks % 2);
