@@ -3697,9 +3697,9 @@ static const struct sim_uncovered cuda_uncovered[] = {
     {"*gemm_kernelILi0ELi?ELi8ELi1ELi[23]E*", TILE_BENCH},
     {"*gemm_kernelILi2ELi?ELi4ELi1ELi3E*", TILE_BENCH},
     {"*gemm_kernelILi2ELi?ELi8E*", TILE_BENCH},
-    {"*gemm_kernelILi3ELi?ELi4ELi1ELi3E*", TILE_BENCH},
-    {"*gemm_kernelILi3ELi?ELi4ELi2ELi4E*", TILE_BENCH},
-    {"*gemm_kernelILi3ELi?ELi8ELi1E*", TILE_BENCH}};
+    {"*gemm_kernelILi4ELi?ELi4ELi1ELi3E*", TILE_BENCH},
+    {"*gemm_kernelILi4ELi?ELi4ELi2ELi4E*", TILE_BENCH},
+    {"*gemm_kernelILi4ELi?ELi8ELi1E*", TILE_BENCH}};
 enum { CUDA_UNCOVERED = sizeof cuda_uncovered / sizeof *cuda_uncovered };
 #endif
 
