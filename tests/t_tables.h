@@ -254,7 +254,7 @@ static void test_tables_nearest(void) {
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct rewrite x;
         struct model m;
-        char err[ERR_MAX] = "", key[32];
+        char err[ERR_MAX] = "", key[48];
         if (!rewrite_open(&x, c[i].fixture)) return;
         rewrite_arch(&x, c[i].from, "other-moe");
         for (int k = 0; k < c[i].keys; k++) {
