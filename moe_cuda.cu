@@ -259,8 +259,8 @@ DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
     return *(const uint32_t *)&h;
 #else
-    uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* bits s eeee mmm: read as f16 they are 2^-8 of the value */
-    return f16x2_mul((v & 0x00800080) << 8 | (v & 0x007F007F) << 7, 0x5C005C00);
+    const uint32_t v = __byte_perm(x, 0, 0x1404); /* bits s eeee mmm: read as f16 they are 2^-8 of the value */
+    return f16x2_mul((v & 0x80008000u) | (v >> 1 & 0x3F803F80u), 0x5C005C00);
 #endif
 }
 
@@ -691,17 +691,15 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     uint32_t *codes = (uint32_t *)(w.codes + tile * (size_t)TILE_BYTES(w.fmt));
     uint8_t *scales = w.scales + tile * TILE_SCALES + 8 * g;
-    uint32_t largest[2] = {}; /* bits of |value|, of rows g and g + 8 */
+    /* bits of the largest |value| of a row, which its four lanes find */
+    auto largest = [&](int row, const uint16_t *src) {
+        uint32_t x = 0;
+        for (int col = kt * TILE_COLS + 16 * t, k = 0; k < 16 && row < n_row && col < w.n_in; k++, col++)
+            x = max(x, src[col] & 0x7FFFu);
+        x = max(x, __shfl_xor_sync(~0u, x, 1));
+        return max(x, __shfl_xor_sync(~0u, x, 2));
+    };
     top = low = 0;
-    for (int i = 0; i < 2 && w.fmt == FMT_F8 && r.type == GGUF_BF16; i++) {
-        const uint16_t *src = (const uint16_t *)row_of(g + 8 * i);
-        for (int k = 0; k < 16 && g + 8 * i < n_row; k++) {
-            const int col = kt * TILE_COLS + 16 * t + k;
-            if (col < w.n_in) largest[i] = max(largest[i], src[col] & 0x7FFFu);
-        }
-        largest[i] = max(largest[i], __shfl_xor_sync(~0u, largest[i], 1));
-        largest[i] = max(largest[i], __shfl_xor_sync(~0u, largest[i], 2));
-    }
     for (int i = 0; i < 4; i++) {
         const int hi = i >> 1, h = i & 1;
         const int row = g + 8 * hi, col = kt * TILE_COLS + 32 * h + 8 * t;
@@ -735,7 +733,7 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
             to[128 * h + hi + 1] = q[1];
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
         } else if (w.fmt == FMT_F8) {
-            const uint32_t scale = r.type == GGUF_BF16 ? fp8_unit(largest[hi])
+            const uint32_t scale = r.type == GGUF_BF16 ? fp8_unit(largest(row, (const uint16_t *)src))
                                    : in                ? *(const uint32_t *)raw_fp8(src, col)
                                                        : 0;
             for (int k = 0; k < 2; k++) {
