@@ -691,13 +691,13 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     uint32_t *codes = (uint32_t *)(w.codes + tile * (size_t)TILE_BYTES(w.fmt));
     uint8_t *scales = w.scales + tile * TILE_SCALES + 8 * g;
-    /* bits of the largest |value| of a row, which its four lanes find */
+    /* the largest |value| of a row of BF16, which its four lanes find */
     auto largest = [&](int row, const uint16_t *src) {
-        uint32_t x = 0;
+        float x = 0;
         for (int col = kt * TILE_COLS + 16 * t, k = 0; k < 16 && row < n_row && col < w.n_in; k++, col++)
-            x = max(x, src[col] & 0x7FFFu);
-        x = max(x, __shfl_xor_sync(~0u, x, 1));
-        return max(x, __shfl_xor_sync(~0u, x, 2));
+            x = fmaxf(x, fabsf(bf16_value(src[col])));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+        return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
     };
     top = low = 0;
     for (int i = 0; i < 4; i++) {
@@ -733,9 +733,10 @@ DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt
             to[128 * h + hi + 1] = q[1];
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
         } else if (w.fmt == FMT_F8) {
-            const uint32_t scale = r.type == GGUF_BF16 ? fp8_unit(largest(row, (const uint16_t *)src))
-                                   : in                ? *(const uint32_t *)raw_fp8(src, col)
-                                                       : 0;
+            const uint32_t scale = r.type == GGUF_BF16
+                                       ? fp8_unit(__float_as_uint(largest(row, (const uint16_t *)src)) >> 16)
+                                   : in ? *(const uint32_t *)raw_fp8(src, col)
+                                        : 0;
             for (int k = 0; k < 2; k++) {
                 const uint32_t q = !in ? 0
                                    : r.type == GGUF_BF16
