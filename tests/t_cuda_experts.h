@@ -749,6 +749,7 @@ static int small_slots(struct settings *set, size_t memory) {
     cuda_test_memory(memory);
     bool shared;
     char err[ERR_MAX];
+    find_exact_fp8(&e.model);
     const int n = engine_slots(&e, &o, &n_ctx, &shared, err);
     model_free(&e.model);
     return n;
