@@ -3959,13 +3959,13 @@ static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_hc && !m->hc_low && !m->n_sinkhorn) return "residual streams that are not mixed";
     if (m->n_res && m->family->plain_blocks) return "blocks of layers that are read without a norm";
+    if (m->family->early_experts) return "experts that read the layer's input";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++) {
         if (m->layers[il].attn.chunked && m->layers[il].attn.window % GPU_CHUNK)
             return "chunks of keys other than multiples of 64";
         if (m->layers[il].attn.shared_norm) return "norms of shared keys in latent attention";
-        if (m->family->early_experts) return "experts that read the layer's input";
         if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
             return "relative states of an odd number of values or of more than 16";
     }
@@ -7239,7 +7239,7 @@ struct difference {
     char err[ERR_MAX]; /* the first key or tensor that the family refuses; "": none */
 };
 
-/* Counts a name, a key or a tensor of a layer without the layer's number; `unknown`: and says it. */
+/* Counts the name of a key, or of a tensor without its layer's number, once. unknown: the message has it. */
 static void difference_add(struct difference *d, struct gguf_str **seen, const char *what, struct gguf_str name,
                            bool unknown) {
     char text[64];
@@ -7272,7 +7272,7 @@ static void family_difference(const struct gguf *g, const char *arch, struct dif
     struct loader l = {.m = &m, .g = g, .arch = arch, .err = d->err};
     struct gguf_str *keys = NULL, *tensors = NULL;
     const size_t prefix = strlen(arch) + 1;
-    const int told = (int)(key_rule_of("vocab_size") - key_rules); /* tensors tell what the rows from here on say */
+    const int told = (int)(key_rule_of("vocab_size") - key_rules); /* keys from this row on repeat what tensors say */
     loader_bind(&l);
     for (int rule = 0; rule < KEY_RULES; rule++) d->n_lacks += l.asked[rule];
     for (uint32_t i = 0; i < g->n_kv; i++) {
@@ -7452,7 +7452,7 @@ static bool bf16_is_fp8(const uint16_t *x, int n) {
     return !bad;
 }
 
-/* The same of a BF16 matrix, each row and TILE_COLS columns with a power of two of its own. */
+/* Whether a BF16 matrix is E4M3 codes times powers of two, one for each row and TILE_COLS columns. */
 static bool weight_is_fp8(const struct weight *w) {
     int other = 0; /* a row is not */
     if (w->type != GGUF_BF16 || !w->data || w->row_run || w->col_run) return false;

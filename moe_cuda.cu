@@ -3040,8 +3040,8 @@ struct fetch_matrix {
         *home; /* (n_expert, n_out) rows of the file in the host's memory, as the GPU sees it; with a store the
                           * first row of an expert that the store's memory begins with */
     size_t expert_bytes, row_stride;
-    int n_part,
-        part_tiles; /* parts of a row that are packed at once: part_tiles tiles in whole blocks, the last fewer */
+    int n_part;     /* parts of a row that are packed at once */
+    int part_tiles; /* tiles of a part, in whole blocks of the file; the last part may have fewer */
     int part_bytes; /* of part_tiles tiles of a row of the file */
     int pitch;      /* bytes of a row's part in shared memory, a multiple of 16 */
 };
@@ -6539,8 +6539,8 @@ enum {
 
 struct index_args {
     struct rope_args rope; /* of queries and keys: q, k, their norms, q16 and kp; d is the width of a head */
-    const float *bias;     /* (width) keys have LayerNorm with it, */
-    float bias_eps;        /* and with this epsilon; NULL: RMSNorm */
+    const float *bias;     /* (width) of the LayerNorm of keys; NULL: they have an RMSNorm */
+    float bias_eps;        /* epsilon of the LayerNorm */
     const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart; NULL: 1 */
     size_t w_stride;
     float score_scale; /* factor of the scores */
