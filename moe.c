@@ -1510,6 +1510,7 @@ struct layer {
     struct weight own_head; /* (n_vocab, n_embd) its head; no data: the model's output */
     struct weight own_embd; /* (n_vocab, n_embd) its embedding; no data: the model's */
     int first_eh;           /* shard: the first column of its part of eh_proj */
+    int first_latent;       /* shard: that of its part of latent_up, where there is latent_norm */
 };
 
 /* ============================================================================================================
@@ -2392,6 +2393,11 @@ static inline bool begins_row(const struct model *m, const struct layer *layer) 
 /* The first row of A_HC for what the loop's last pass has left, and how many these are. */
 static inline int message_row(const struct model *m) { return m->n_res - m->n_loop / m->res_block; }
 static inline int message_rows(const struct model *m) { return m->n_loop / m->res_block; }
+/* Of the norms of rows; what the products of these with a query are divided by. */
+static inline float blocks_eps(const struct model *m) { return m->family->plain_blocks ? m->rms_eps : 1e-6f; }
+static inline float blocks_score_by(const struct model *m) {
+    return m->family->plain_blocks ? 1 : sqrtf((float)m->n_embd);
+}
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
@@ -2850,9 +2856,11 @@ static inline int heat_shift(int n_slot, int n_used) { return n_slot < 8 * n_use
 /* clang-format on */
 #define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
 
-/* All-reduces of a layer: one after what mixes its tokens, one after its feed-forward, or each part of it. */
+/* All-reduces of a layer: one after what mixes its tokens, one after its feed-forward, or each part of it, and one inside
+ * of it where the sum of the experts is normed in a latent space. */
 static inline unsigned layer_all_reduces(const struct layer *l) {
-    return (unsigned)(l->mixer != MIXER_NONE) + (unsigned)!l->no_ffn + (unsigned)(l->router_norm != NULL);
+    return (unsigned)(l->mixer != MIXER_NONE) + (unsigned)!l->no_ffn + (unsigned)(l->router_norm != NULL) +
+           (unsigned)(l->latent_norm != NULL);
 }
 
 /* What the i-th all-reduce of a forward follows, and in which layer. */
@@ -3936,6 +3944,8 @@ struct gpu_dims {
     size_t delta, planes;   /* tokens of a segment of a recurrent layer's prefill, or 0; max_dims.planes; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
     size_t routed;          /* values of a layer's input that its router reads, or 0 */
+    size_t early;           /* those of them that its experts read, too, or 0 */
+    size_t latent_sums;     /* values of a sum of experts in a latent space that is normed, or 0 */
     size_t mtp_hidden;      /* hidden states for the MTP layer in the first ring, */
     size_t mtp_own;         /* and in that of a timeline; 0: there is none */
     size_t timelines;       /* with the stem's */
@@ -3958,8 +3968,6 @@ struct gpu_dims {
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_hc && !m->hc_low && !m->n_sinkhorn) return "residual streams that are not mixed";
-    if (m->n_res && m->family->plain_blocks) return "blocks of layers that are read without a norm";
-    if (m->family->early_experts) return "experts that read the layer's input";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++) {
@@ -4013,6 +4021,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.sum16 = s.nccl ? d.n : 0;
     d.keys = (size_t)(m->max.planes ? m->max.mix - m->max.z : 0);
     d.routed = m->family->routes_input ? (size_t)m->n_embd : 0;
+    d.early = m->family->early_experts ? (size_t)m->n_embd : 0;
+    d.latent_sums = 0;
+    for (int il = 0; il < model_blocks(m); il++)
+        if (m->layers[il].latent_normed) d.latent_sums = d.act[A_LATENT_SUM];
     d.values = (size_t)m->max.values;
     d.planes = (size_t)m->max.planes;
     d.delta = d.planes && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
@@ -4052,6 +4064,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_H], float, d.n * d.act[A_H])                                                                 \
     X(x32[A_PART], float, d.n * d.act[A_PART])                                                           \
     X(x32[A_ROUTED], float, d.n * d.routed)                                                              \
+    X(x16[A_ROUTED], uint16_t, d.n * d.early)                                                            \
     X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                             \
     X(x32[A_QA], float, d.n * d.act[A_QA])                                                               \
     X(x32[A_Q], float, d.n * d.act[A_Q])                                                                 \
@@ -4070,6 +4083,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                            \
     X(x16[A_LATENT], uint16_t, d.n * d.act[A_LATENT])                                                    \
     X(x16[A_LATENT_SUM], uint16_t, gpu_larger(d.n, d.decode) * d.act[A_LATENT_SUM])                      \
+    X(x32[A_LATENT_SUM], float, d.n * d.latent_sums)                                                     \
     X(x32[A_IQ], float, d.n * d.act[A_IQ])                                                               \
     X(x32[A_IK], float, d.n * d.act[A_IK])                                                               \
     X(x32[A_IW], float, d.n * d.act[A_IW])                                                               \
@@ -7720,6 +7734,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         weight_matrices(w, dim_range(m, whole, rule->n, h, shard));
     }
     out->first_eh = dim_range(m, whole, DIM_2_EMBD, h, shard).first;
+    out->first_latent = dim_range(m, whole, DIM_LATENT_PART, h, shard).first;
     if (whole->attn.n_out_group) out->attn.n_out_group = dim_range(m, whole, DIM_GROUPS, h, shard).n;
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
@@ -14066,8 +14081,6 @@ static void run_gated_conv(struct rank *r, const struct step *s) {
  * ring, which holds also those that may be rolled back.
  * ============================================================================================================ */
 
-static const float residual_eps = 1e-6f; /* of the norms of blocks, whatever the model's rms_eps */
-
 /* y (n) = the short convolution of token p's values from value `from` on, of slot a. taps (n_conv, width). */
 static void short_conv(const struct rank *r, int il, enum cache_use use, enum act a, const float *taps, int width,
                        int p, int from, int n, float *y) {
@@ -14160,10 +14173,10 @@ static void blocks_read(const struct rank *r, int t, int q, int first, int n, fl
     const float *square = act_row(r, A_MIX, t) + first, *score = block_scores(r, t, q) + first;
     float weight[MAX_LAYERS + 1], norm[MAX_LAYERS + 1], top = -INFINITY, sum = 0;
     const bool plain = r->m->family->plain_blocks;
-    const float eps = plain ? r->m->rms_eps : residual_eps, scale = plain ? 1 : sqrtf((float)n_embd);
+    const float eps = blocks_eps(r->m), score_by = blocks_score_by(r->m);
     for (int j = 0; j < n; j++) {
         norm[j] = 1.0f / sqrtf(square[j] / (float)n_embd + eps);
-        weight[j] = score[j] * norm[j] / scale;
+        weight[j] = score[j] * norm[j] / score_by;
         top = fmaxf(top, weight[j]);
     }
     for (int j = 0; j < n; j++) sum += weight[j] = expf(weight[j] - top);
@@ -15675,7 +15688,6 @@ static void ffn_dense(struct rank *r, int il, bool part, enum act x, enum act ou
 static void latent_norm(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const int n = layer->n_latent, n_rank = r->m->shard.n_rank;
-    const struct range part = shard_range(n, shard_unit(&layer->latent_up), n_rank, r->m->shard.rank);
     if (team_leads()) r->n_all_reduce++;
     stage_team_barrier(r);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
@@ -15683,7 +15695,7 @@ static void latent_norm(struct rank *r, int il) {
         memcpy(x, act_row(rank_peer(r, 0), A_LATENT_SUM, t), (size_t)n * sizeof *x);
         for (int k = 1; k < n_rank; k++) r->cpu->k->scale_add(act_row(rank_peer(r, k), A_LATENT_SUM, t), 1.0f, x, n);
         r->cpu->k->rmsnorm(x, layer->latent_norm, r->m->rms_eps, x, n);
-        memmove(x, x + part.first, (size_t)part.n * sizeof *x);
+        memmove(x, x + layer->first_latent, (size_t)layer->latent_up.n_in * sizeof *x);
     }
     stage_team_barrier(r); /* nobody's sums are overwritten while others read them */
     op_end(0, "latent norm");
@@ -31806,7 +31818,9 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     const int il = s->il;
     const bool parts = layer_parts(k->m, l), routed = l->n_expert && !s->dense;
     const bool beside = l->sh_up.data && (s->dense || !parts); /* sh_gate, sh_up and sh_down run */
-    const double norm = parts && routed ? READS(&l->pre_ffw_norm_2, &l->router_norm) : READS(&l->ffn_norm);
+    const double norm = parts && routed ? READS(&l->pre_ffw_norm_2, &l->router_norm)
+                        : parts         ? READS(&l->ffn_norm)
+                                        : READS(&l->ffn_norm, &l->pre_ffw_norm_2);
     const double hc_bytes = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
     const bool input = s->norm || s->partial != ACT_COUNT;
     const bool fuses = input && launch_add_input(k, s, routed && s->norm, hc_bytes);
@@ -31830,8 +31844,12 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
         const double down = own ? READS(&l->down, &l->down.bias) : 0;
         launch_add(k, DECODE_GLU, (routed ? 0 : norm) + hidden + (beside ? READS(&l->sh_gate, &l->sh_up) : 0), 0);
         if (latent) launch_add(k, DECODE_DOWN, down, 0);
+        if (latent && l->latent_normed) {
+            const int norm_at = launch_add(k, DECODE_ADD_NORM, 0, 0);
+            k->list[norm_at].reduces = k->m->shard.n_rank > 1;
+        }
         launch_add(k, routed ? DECODE_DOWN : DECODE_LINEAR,
-                   (latent ? READS(&l->latent_up) : down) + (beside ? READS(&l->sh_down) : 0), 0);
+                   (latent ? READS(&l->latent_norm, &l->latent_up) : down) + (beside ? READS(&l->sh_down) : 0), 0);
     }
     if (by_cpu && (!k->m->shard.rank || !beside)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
@@ -31937,7 +31955,7 @@ static void launches_of(struct launches *k, const struct step *s) {
                        READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip) + state - index - recent, 0);
         launch_add(k, DECODE_MAMBA_NORM, READS(&l->delta_norm), 0);
         break;
-    case OP_keep_input: launch_add(k, DECODE_KEEP_INPUT, 0, 0); break;
+    case OP_keep_input: launch_add(k, s->norm ? DECODE_ADD_NORM : DECODE_KEEP_INPUT, 0, 0); break;
     case OP_gated_conv: k->attention = launch_add(k, DECODE_CONV, READS(&l->conv) + state, 0); break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_read_blocks: launch_add_blocks(k, s); break;

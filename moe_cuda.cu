@@ -2104,7 +2104,7 @@ struct block_args {
     float *rows; /* (n_tok, n_res, n) */
     int n_res, n, n_tok;
     /* what is added to row `to` before the reading, or is that row (begins) */
-    struct short_conv conv; /* x NULL: nothing */
+    struct short_conv conv; /* x NULL: nothing; n_conv 0: x is added as it is */
     const float *taps;      /* (n, n_conv), the last one a token's own */
     int to;
     bool begins;
@@ -2113,6 +2113,9 @@ struct block_args {
     /* readings of rows 0 .. n_row - 1; n_read 0: of row 0 as it is */
     int n_row, n_read;
     const float *query; /* (n_read, n) */
+    bool plain;         /* a reading weighs rows, not their norms */
+    float row_eps;      /* of the norms of rows; */
+    float score_by;     /* products of these with queries are divided by it */
     /* norms of the readings, with `messages` without weights and each before the norm of a message */
     int n_out;
     bool messages;
@@ -2146,6 +2149,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_blocks(const __grid_constan
         const float f = 1.0f / sqrtf((float)(n_conv + 1));
         UNROLL_BY(1) for (int i = 4 * tid; i < n; i += 4 * NORM_THREADS) {
             float4 y = make_float4(0, 0, 0, 0);
+            if (!n_conv) y = *(const float4 *)(conv_row(a.conv, u, t, pos, pos) + i);
             UNROLL_BY(1) for (int j = 0; j < n_conv && j <= pos; j++) {
                 const float4 v = *(const float4 *)(conv_row(a.conv, u, t, pos, pos - j) + i);
                 const float *tap = a.taps + (size_t)i * n_conv + (n_conv - 1 - j);
@@ -2205,15 +2209,15 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_blocks(const __grid_constan
                 square += sum[0];
                 dot += sum[1 + q];
             }
-            norm[k] = 1.0f / sqrtf(square / (float)n + 1e-6f);
-            score[k] = dot * norm[k] / sqrtf((float)n);
+            norm[k] = 1.0f / sqrtf(square / (float)n + a.row_eps);
+            score[k] = dot * norm[k] / a.score_by;
             top = fmaxf(top, score[k]);
         }
         top = warp_max(top);
         UNROLL for (int k = 0; k < GPU_BLOCKS / WARP; k++) den += score[k] = expf(score[k] - top);
         den = warp_sum(den);
         UNROLL for (int k = 0; k < GPU_BLOCKS / WARP; k++) if (lane + WARP * k < some)
-            weight[warp * GPU_BLOCKS + lane + WARP * k] = score[k] / den * norm[k];
+            weight[warp * GPU_BLOCKS + lane + WARP * k] = score[k] / den * (a.plain ? 1.0f : norm[k]);
     }
     __syncthreads(); /* the weights of all readings are written */
     float4 v[VECS];
@@ -2761,8 +2765,9 @@ static void gemv_glu(const struct glu_args *p, cudaStream_t s) {
  * of the router's weight times the bias over the jobs. */
 struct down_args {
     struct device_matrix w, shared; /* shared.n_expert 0: there is no shared expert */
-    const uint16_t *hidden;         /* (job, DECODE_MAX_TOKENS, w.n_in), see struct glu_args */
-    const uint16_t *hidden_shared;  /* (n_tok, shared.n_in) */
+    const uint16_t *hidden; /* (job, DECODE_MAX_TOKENS, w.n_in), rows hidden_stride apart, see struct glu_args */
+    size_t hidden_stride;
+    const uint16_t *hidden_shared; /* (n_tok, shared.n_in) */
     struct job_list jobs;
     int n_tok;
     float *y;      /* (n_tok, n_out), rows y_stride apart; NULL: */
@@ -2787,10 +2792,10 @@ struct down_jobs {
     int n;
     const struct down_job *job; /* (n) in shared memory */
     const uint16_t *hidden;
-    size_t n_in;
+    size_t stride; /* from a row to the next */
     DEVICE_MEMBER size_t tile(int j) const { return job[j].tile; }
     DEVICE_MEMBER const uint16_t *x(int j, int t) const {
-        return job[j].tokens >> t & 1 ? hidden + (size_t)(j * DECODE_MAX_TOKENS + t) * n_in : NULL;
+        return job[j].tokens >> t & 1 ? hidden + (size_t)(j * DECODE_MAX_TOKENS + t) * stride : NULL;
     }
 };
 
@@ -2803,7 +2808,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
     DYN_SMEM(struct down_job, jobs); /* (jobs.max), and where there are biases struct down_bias (jobs.max) */
     grid_dependency_launch();
     const int tid = threadIdx.x, warp = tid >> 5, rt = blockIdx.x;
-    const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, (size_t)p.w.n_in};
+    const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, p.hidden_stride};
     struct down_bias *biases = (struct down_bias *)(jobs + p.jobs.max);
     UNROLL_BY(1) for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
         const struct expert_job chose = job_load(p.jobs.job + i);
@@ -9420,7 +9425,7 @@ static void cuda_embed(struct rank *r, const struct step *s) {
  * Residual adds, norms and all-reduces, and what MTP layers read and leave.
  * ============================================================================================================ */
 
-/* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, A_H in F32, too. */
+/* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, what routers read in F32, too. */
 static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, const float *partial, const float *w,
                                 enum act out) {
     struct cuda *c = r->cuda;
@@ -9434,7 +9439,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
     a.n = n;
     a.n_tok = n_tok;
     a.h16 = c->x16[out];
-    a.h32 = out == A_H ? c->x32[out] : NULL;
+    a.h32 = out == A_H || out == A_ROUTED ? c->x32[out] : NULL;
     return a;
 }
 static void norm_slot(struct rank *r, enum act x, const float *w, enum act out) {
@@ -9651,6 +9656,9 @@ static struct block_args blocks_of(struct rank *r, enum act partial, int il, boo
     a.n = m->n_embd;
     a.n_tok = r->n_tok;
     a.eps = m->rms_eps;
+    a.plain = m->family->plain_blocks;
+    a.row_eps = blocks_eps(m);
+    a.score_by = blocks_score_by(m);
     a.message = message_row(m);
     a.n_message = message_rows(m);
     a.factors = c->x32[A_MIX];
@@ -9673,7 +9681,7 @@ static void blocks_launch(struct rank *r, const struct block_args &a, int norms)
     profile_next(4.0 * a.n * (a.n_read + (a.messages ? a.n_out : 0) + taps + norms), "%d rows of %d", a.n_row, a.n);
     if (a.n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_blocks<4>, (unsigned)a.n_tok, NORM_THREADS, 0, c->stream, a);
     else LAUNCH_PDL(k_blocks<8>, (unsigned)a.n_tok, NORM_THREADS, 0, c->stream, a);
-    if (a.conv.x && !a.keep) keep_conv(r, &a.conv, 1);
+    if (taps && !a.keep) keep_conv(r, &a.conv, 1);
 }
 
 /* Adds the partial sums as above, without a norm, and sends the rows to the next stage when that has read the previous
@@ -10910,30 +10918,50 @@ static int decode_group(const struct rank *r, int il) {
 }
 
 /* y (n_tok, n_out) = w x in halves, of a latent matrix. decode: at most DECODE_MAX_TOKENS tokens. */
-static void latent_rows(struct rank *r, const struct weight *w, const uint16_t *x, size_t x_stride, int n_tok,
+static void latent_rows(struct rank *r, const struct device_matrix *w, const uint16_t *x, size_t x_stride, int n_tok,
                         uint16_t *y, bool decode) {
     if (decode) {
         struct linear_args p = {};
-        p.w[0] = *w->copy;
+        p.w[0] = *w;
         p.y16 = y;
         p.y_stride[0] = (size_t)w->n_out;
         p.n_tok = n_tok;
         p.x = x;
         p.x_stride = x_stride;
-        profile_matrices(w->copy, 1, 0);
+        profile_matrices(w, 1, 0);
         gemv_groups(&p, r->cuda->stream); /* a matrix with one group */
         return;
     }
     struct gemm_args g = {};
-    g.w = *w->copy;
+    g.w = *w;
     g.x = x;
     g.x_stride = x_stride;
     g.n_tok = n_tok;
     g.y = y;
     g.y_stride = (size_t)w->n_out;
-    profile_matrices(w->copy, 1, 0);
+    profile_matrices(w, 1, 0);
     gemm_prefill(&g, 0, r->cuda->stream);
 }
+
+/* The rows that latent_up multiplies, of n_tok tokens: A_LATENT_SUM, or the norm of its sum over the ranks, from the
+ * rank's columns on. */
+static const uint16_t *latent_norm(struct rank *r, const struct layer *layer, int n_tok) {
+    struct cuda *c = r->cuda;
+    float *sum = c->x32[A_LATENT_SUM];
+    if (!layer->latent_norm) return c->x16[A_LATENT_SUM];
+    struct norm_args a = norm_of(r, sum, n_tok, layer->n_latent, NULL, layer->latent_norm, A_LATENT_SUM);
+    if (rank_alone(r)) {
+        add_norm<PARTIAL_OWN>(&a, (unsigned)n_tok, c->stream);
+        return c->x16[A_LATENT_SUM];
+    }
+    a.x = NULL;
+    a.partial = sum;
+    all_reduce(r, a, layer->n_latent <= r->m->n_embd); /* NCCL's buffers have room for a row of n_embd values */
+    return c->x16[A_LATENT_SUM] + layer->first_latent;
+}
+
+/* What the routed experts of a step that reads x read, or are made a latent of. */
+static enum act experts_read(const struct rank *r, enum act x) { return r->m->family->early_experts ? A_ROUTED : x; }
 
 /* The feed-forwards of a step in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
  * routed experts, of which `held` are on the GPU; 0: the CPU computes them. */
@@ -10947,11 +10975,11 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
     u.n_entry = step_ffns(r, il, !routed, ffns);
     u.n_tok = n;
     for (int i = 0; i < u.n_entry; i++) {
-        const enum act from = latent && !i ? A_LATENT : x;
+        const enum act from = i || !routed ? x : latent ? A_LATENT : experts_read(r, x);
         u.x[i] = c->x16[from] + (size_t)first * (size_t)r->width[from];
         u.x_stride[i] = (size_t)r->width[from];
     }
-    if (latent) latent_rows(r, &layer->latent_down, u.x[1], u.x_stride[1], n, (uint16_t *)u.x[0], true);
+    if (latent) latent_rows(r, layer->latent_down.copy, u.x[1], u.x_stride[1], n, (uint16_t *)u.x[0], true);
     if (routed)
         u.jobs = {c->route.jobs, c->route.job_weight, held ? c->route.n_jobs : c->no_jobs,
                   held ? min(n * layer->n_expert_used, layer->n_expert) : 0};
@@ -10978,20 +11006,23 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
     struct down_args d = {};
     d.w = down[0];
     d.hidden = c->hidden;
+    d.hidden_stride = (size_t)down[0].n_in;
     d.jobs = u.jobs;
     d.n_tok = n;
-    if (latent) { /* their sum stays divided by HIDDEN_SCALE, and is the input of a job for all tokens */
-        d.w.decode_scale /= HIDDEN_SCALE;
+    if (latent) { /* their sum is the input of a job for all tokens; without a norm it stays divided by HIDDEN_SCALE */
+        if (!layer->latent_norm) d.w.decode_scale /= HIDDEN_SCALE;
+        d.y = c->x32[A_LATENT_SUM];
         d.y16 = c->x16[A_LATENT_SUM];
-        d.y_stride = (size_t)r->width[A_LATENT_SUM];
+        d.y_stride = (size_t)layer->n_latent;
         profile_matrices(&down[0], jobs[0], 0);
         gemv_down(&d, c->stream);
-        d.hidden = d.y16;
+        d.hidden = latent_norm(r, layer, n);
+        d.hidden_stride = d.y_stride;
         d.jobs = {c->one_job + n, NULL, &c->one_job->expert, 1};
     }
     if (layer->n_latent) {
         d.w = down[0] = *layer->latent_up.copy;
-        d.w.decode_scale *= HIDDEN_SCALE;
+        if (!layer->latent_norm) d.w.decode_scale *= HIDDEN_SCALE;
     }
     d.shared = down[1];
     d.hidden_shared = c->hidden_shared;
@@ -11021,7 +11052,7 @@ static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
     a.jobs = c->route.jobs;
     a.job_weight = c->route.job_weight;
     a.n_jobs = c->route.n_jobs;
-    a.from = c->x16[x];
+    a.from = c->x16[experts_read(r, x)];
     a.from_stride = (size_t)r->width[x];
     a.to = c->x32[out];
     a.to_stride = (size_t)r->width[out];
@@ -11168,13 +11199,13 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, EXPERTS_MAX, 0, c->stream, s, (int)TN);
-    const enum act in = layer->n_latent ? A_LATENT : x; /* what routed experts read */
+    const enum act in = layer->n_latent ? A_LATENT : experts_read(r, x); /* what routed experts read */
     const int n = layer->n_latent ? layer->n_latent : r->width[out];
     struct ffn_weights ffns[2];
     const bool shared = step_ffns(r, il, false, ffns) > 1;
     if (shared) dense_ffn_prefill(r, il, 1, x, out);
     if (layer->n_latent)
-        latent_rows(r, &layer->latent_down, c->x16[x], (size_t)r->width[x], r->n_tok, c->x16[in], false);
+        latent_rows(r, layer->latent_down.copy, c->x16[x], (size_t)r->width[x], r->n_tok, c->x16[in], false);
     struct gemm_args g = {};
     const bool gated = ffn_products(layer, &ffns[0], &g);
     g.x = c->x16[in];
@@ -11221,13 +11252,15 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     }
     auto combine = [&](const int32_t *inverse, int k, bool whole) {
         LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, inverse,
-                   layer->weighs_input ? NULL : p.weight, k, whole ? r->width[out] : n, shared, whole ? p.shared : NULL,
-                   c->x32[x], whole ? c->x32[out] : NULL, c->x16[A_LATENT_SUM]);
+                   layer->weighs_input ? NULL : p.weight, k, whole ? r->width[out] : n, whole && shared,
+                   whole ? p.shared : NULL, c->x32[x], c->x32[whole ? out : A_LATENT_SUM], c->x16[A_LATENT_SUM]);
     };
     combine(s.inverse, s.k, !layer->n_latent);
     if (!layer->n_latent) return;
-    latent_rows(r, &layer->latent_up, c->x16[A_LATENT_SUM], (size_t)n, r->n_tok, c->expert_out, false);
-    combine(NULL, 1, true); /* expert_out is divided by HIDDEN_SCALE, as the sum was */
+    struct device_matrix up = *layer->latent_up.copy;
+    if (layer->latent_norm) up.decode_scale /= HIDDEN_SCALE;
+    latent_rows(r, &up, latent_norm(r, layer, r->n_tok), (size_t)n, r->n_tok, c->expert_out, false);
+    combine(NULL, 1, true); /* expert_out is divided by HIDDEN_SCALE, as the sum was where it has no norm */
 }
 
 /* What the experts of a feed-forward in parts read, in halves, and what their router reads, in F32: both in the slot
@@ -11239,6 +11272,10 @@ static void parts_norm(struct rank *r, const struct step *s, const float *router
 }
 
 static void cuda_keep_input(struct rank *r, const struct step *s) {
+    if (s->norm) {
+        norm_slot(r, s->x, s->norm, s->out[0]);
+        return;
+    }
     const size_t n = (size_t)r->n_tok * (size_t)r->width[s->x] / 4;
     LAUNCH_PDL(k_keep_input, (unsigned)((n + 255) / 256), 256, 0, r->cuda->stream, (const float4 *)r->cuda->x32[s->x],
                (float4 *)r->cuda->x32[s->out[0]], n);
@@ -11952,7 +11989,8 @@ static void upload_check(struct rank *r) {
                  {"output_hc_down.weight", matrix_missing(&m->hc_head.down)},
                  {"output_hc_up.weight", matrix_missing(&m->hc_head.up)},
                  {"token_embd_norm.weight", vector_missing(m->embd_norm, shard->embd_norm)},
-                 {"output_res.weight", vector_missing(m->read_end, shard->read_end)}};
+                 {m->family->plain_blocks ? "output_res_score.weight" : "output_res.weight",
+                  vector_missing(m->read_end, shard->read_end)}};
     static const char why[] = "was not copied to the GPU, which is a mistake in the program";
     for (const auto &x : whole)
         if (x.missing) rank_fail(r, "tensor '%s' %s", x.name, why);

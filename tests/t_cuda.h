@@ -922,6 +922,10 @@ static void test_cuda_operations(void) {
                                         "lfm2_moe_nvfp4",
                                         "smallthinker",
                                         "smallthinker_nvfp4",
+                                        "arctic",
+                                        "arctic_nvfp4",
+                                        "kimi_k3",
+                                        "kimi_k3_nvfp4",
                                         "inkling2_loop",
                                         "inkling2_nvfp4",
                                         "qwen4_exp",
@@ -947,7 +951,7 @@ static const struct model *fixture_keep(const char *name) {
     static struct {
         const char *name;
         struct model m;
-    } kept[16];
+    } kept[24];
     int i = 0;
     while (kept[i].name && strcmp(kept[i].name, name)) i++;
     if (!kept[i].name && !fixture_load(name, &kept[i].m)) return NULL;
@@ -969,12 +973,13 @@ void cuda_test_expanded(void) {
 }
 
 /* Kimi delta attention: of one token, of several that lag, of prefills whose tiles and segments are full, begun, or one
- * row beyond; its low ranks, and the gates of heads in latent attention. */
+ * row beyond; its low ranks, and the gates of heads, and of their values, in latent attention. Blocks of layers that
+ * are read as they are, and sums of experts that are normed in a latent space. */
 void cuda_test_kda(void) {
-    static const char *const names[] = {"kimi_linear", "bailing_hybrid"};
+    static const char *const names[] = {"kimi_linear", "bailing_hybrid", "kimi_k3"};
     static const int n[] = {1, 5, 17, 2, 16, 63, 1, 9, 129, 1, 0};
     cuda_test_begin(20);
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < 3; f++) {
         const struct model *m = fixture_keep(names[f]);
         if (!m) return;
         pair_forwards(names[f], m, f & 1 ? KV_BF16 : KV_FP8, 256, 0, MOE_ACT_F16, n);
@@ -1026,12 +1031,13 @@ void cuda_test_mamba(void) {
     }
 }
 
-/* Routers that read a layer's input, and experts gated by ReLU: decode, prefill, and statistics of a forward. */
+/* Routers that read a layer's input, or with the experts a norm of it, and experts gated by ReLU: decode, prefill, and
+ * statistics of a forward. */
 void cuda_test_early_router(void) {
-    static const char *const names[] = {"smallthinker", "smallthinker_nvfp4"};
+    static const char *const names[] = {"smallthinker", "smallthinker_nvfp4", "arctic", "arctic_nvfp4"};
     static const int n[] = {40, 1, 16, 9, 2, 17, 0};
     cuda_test_begin(23);
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < 4; f++) {
         const struct model *m = fixture_keep(names[f]);
         if (!m) return;
         pair_forwards(names[f], m, f ? KV_FP8 : KV_BF16, 128, 0, MOE_ACT_F16, n);
@@ -2228,12 +2234,12 @@ static void forgetful_progress(double done, double total) {
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11, 13};
-    static const char *const fixtures[] = {"gpt_oss",       "qwen3_next", "nemotron_h",
-                                           "inkling2_loop", "qwen4_exp",  "qwen4_exp_nvfp4",
-                                           "deepseek_v41",  "lfm2_moe",   "phimoe"};
+    static const char *const fixtures[] = {"gpt_oss",   "qwen3_next",      "nemotron_h",   "inkling2_loop",
+                                           "qwen4_exp", "qwen4_exp_nvfp4", "deepseek_v41", "lfm2_moe",
+                                           "phimoe",    "arctic",          "kimi_k3"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
-    for (int i = 0; i < 15; i++) {
+    for (int i = 0; i < 17; i++) {
         struct model m = {0};
         struct rank r = {0};
         if (i < 6) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
@@ -2606,6 +2612,11 @@ static void test_cuda_ranks(void) {
     layouts_agree("phimoe", &stages, 1, 20);
     layouts_agree("phimoe_nvfp4", virtual, 1, 40);
     layouts_agree("llama4_nvfp4", virtual, 1, 100);
+    layouts_agree("arctic", &stages, 1, 20);
+    layouts_agree("arctic_nvfp4", virtual, 1, 40);
+    layouts_agree("kimi_k3", &stages, 1, 50);
+    layouts_agree("kimi_k3_nvfp4", virtual, 1, 40);
+    if (nccl) layouts_agree("kimi_k3_nvfp4", &virtual[3], 1, 40);
     synth_agrees(&rel_shapes[0], &virtual[0], 50);
     synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&ngram_shapes[0], &virtual[0], 50);
@@ -2804,9 +2815,10 @@ static void test_cuda_resize(void) {
     static const struct {
         const char *name;
         enum kv_type kv;
-    } of[] = {{"qwen3moe", KV_FP8},     {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16},   {"deepseek_v4", KV_BF16},
-              {"deepseek_v41", KV_FP8}, {"glm5_next", KV_BF16},   {"inkling2_loop", KV_FP8},   {"glm4", KV_FP8},
-              {"qwen4_exp", KV_FP8},    {"gemma4", KV_FP8},       {"qwen4_exp_nvfp4", KV_BF16}};
+    } of[] = {
+        {"qwen3moe", KV_FP8},     {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16},    {"deepseek_v4", KV_BF16},
+        {"deepseek_v41", KV_FP8}, {"glm5_next", KV_BF16},   {"inkling2_loop", KV_FP8},    {"glm4", KV_FP8},
+        {"qwen4_exp", KV_FP8},    {"gemma4", KV_FP8},       {"qwen4_exp_nvfp4", KV_BF16}, {"kimi_k3", KV_FP8}};
     static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
     for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
         struct model m;
@@ -2980,6 +2992,9 @@ void cuda_test_parallel(void) {
         {"glm5_next", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 1},
         {"glm5_next_nvfp4", NULL, 2, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"glm5_next", NULL, 1, 1, KV_FP8, 3, 330, cuda_parallel_open, 256, true, 0},
+        {"kimi_k3", NULL, 1, 2, KV_FP8, 4, 0, cuda_parallel_open, 0, false, 1},
+        {"kimi_k3_nvfp4", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"arctic", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, true, 1},
         {"inkling2_loop", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
         {"inkling2_nvfp4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"inkling2_loop", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
@@ -3063,7 +3078,8 @@ static void test_cuda_batches(void) {
         {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two}, {"inkling2_loop", KV_FP8, &one},
         {"inkling2_nvfp4", KV_BF16, &one},    {"glm4", KV_BF16, &two},           {"qwen4_exp", KV_FP8, &one},
         {"qwen4_exp", KV_BF16, &one},         {"qwen4_exp_nvfp4", KV_FP8, &one}, {"gemma4", KV_FP8, &one},
-        {"gemma4_nvfp4", KV_BF16, &one},      {"gemma4_dense", KV_BF16, &two},   {"llama4_nvfp4", KV_FP8, &one}};
+        {"gemma4_nvfp4", KV_BF16, &one},      {"gemma4_dense", KV_BF16, &two},   {"llama4_nvfp4", KV_FP8, &one},
+        {"arctic_nvfp4", KV_BF16, &two},      {"kimi_k3", KV_FP8, &one},         {"kimi_k3_nvfp4", KV_BF16, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -3458,8 +3474,8 @@ static void stats_agree(const struct model *m, const char *name, const int32_t *
 }
 
 static void test_cuda_stats(void) {
-    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4",  "qwen3_5_moe", "nemotron_h",
-                                        "qwen4_exp",   "qwen4_exp_nvfp4", "gemma4"};
+    static const char *const names[] = {"deepseek_v3",     "qwen3moe_nvfp4", "qwen3_5_moe", "nemotron_h", "qwen4_exp",
+                                        "qwen4_exp_nvfp4", "gemma4",         "arctic",      "kimi_k3"};
     for (int f = 0; f < (int)(sizeof names / sizeof *names); f++) {
         struct model m;
         char path[256];

@@ -808,7 +808,7 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
     u.weighs_input = weighs_input;
     for (int i = 0; i < 2; i++) u.x[i] = xd, u.x_stride[i] = x.stride;
     d.w = down.d, d.w.decode_scale *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.decode_scale *= HIDDEN_SCALE;
-    d.hidden = hidden, d.hidden_shared = hidden_shared;
+    d.hidden = hidden, d.hidden_stride = (size_t)n_ff, d.hidden_shared = hidden_shared;
     d.jobs = u.jobs, d.n_tok = n_tok, d.y = y, d.y_stride = (size_t)n_embd;
     xd.arrive();
     gemv_glu(&u, test_stream), gemv_down(&d, test_stream);
@@ -836,6 +836,28 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
            shared_type, glu_name(kind), glu_name(sh_kind), bias, n_tok, used, n_expert, sum.nmse());
 }
 
+/* What a rank's columns of a matrix make of rows that all ranks have whole, in one job for all tokens. */
+static void run_gemv_part(enum gguf_type type, int n_tok, int n_out, int first, int n_in) {
+    matrix w(type, 1, n_out, n_in);
+    tokens x(n_tok, first + w.w.n_in, 0x7BFF);
+    gpu_array<uint16_t> xd(x.half);
+    gpu_array<struct expert_job> job(std::vector<struct expert_job>{{0, (1u << n_tok) - 1, 0, 0}});
+    gpu_array<int32_t> one(std::vector<int32_t>{1});
+    gpu_array<float> y((size_t)(n_tok * n_out));
+    struct down_args d = {};
+    d.w = w.d, d.hidden = xd + first, d.hidden_stride = x.stride, d.jobs = {job, NULL, one, 1};
+    d.n_tok = n_tok, d.y = y, d.y_stride = (size_t)n_out;
+    xd.arrive();
+    gemv_down(&d, test_stream);
+    finish("GEMV of a rank's columns");
+    const std::vector<float> got = y.get();
+    error_sum sum;
+    for (int t = 0; t < n_tok; t++)
+        for (int r = 0; r < n_out; r++) sum.add((double)got[(size_t)(t * n_out + r)], w.dot(0, r, x.row(t) + first));
+    expect(sum.nmse() <= 1e-6, "type %u, %d tokens, columns from %d on of (%d, %d): NMSE %.1e", type, n_tok, first,
+           n_out, n_in, sum.nmse());
+}
+
 extern "C" void cuda_test_gemv(void) {
     begin_test(3);
     static const int n_tok[] = {1, 2, 8, 9, 16};
@@ -859,6 +881,7 @@ extern "C" void cuda_test_gemv(void) {
         run_gemv_ffn(type.type, shared, 1, 5, 2, 3 * w, w, 2 * w);
         run_gemv_ffn(type.type, shared, 16, 9, 9, w, 3 * w, w);
         run_gemv_ffn(type.type, shared, 9, 4, 0, 2 * w, w, 3 * w);
+        run_gemv_part(type.type, 1, 3 * w, 0, 2 * w), run_gemv_part(type.type, 11, 40, 192, w);
         for (int n : {1, 3, 16}) {
             run_gemv_ffn(type.type, shared, n, 7, 4, 3 * w, 3 * w, w, true, {glu_oai, 0.75}, {glu_silu_clamp, 0.5});
             run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {glu_silu_clamp, 0.75}, {});

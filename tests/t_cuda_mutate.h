@@ -419,6 +419,37 @@ static void blocks_fewer_taps(const char *launch, void *args) {
 static void blocks_norm_of_first(const char *launch, void *args) {
     change_if<struct block_args>(launch, "k_blocks", args, [](auto &a) { a.norm[1] = a.norm[2] = a.norm[0]; });
 }
+template <class F>
+static void change_plain(const char *launch, void *args, F f) {
+    change_if<struct block_args>(launch, "k_blocks", args, [&](auto &a) {
+        if (a.plain) f(a);
+    });
+}
+static void blocks_read_normed(const char *launch, void *args) {
+    change_plain(launch, args, [](auto &a) { a.plain = false; });
+}
+static void blocks_fixed_eps(const char *launch, void *args) {
+    change_plain(launch, args, [](auto &a) { a.row_eps = 1e-6f; });
+}
+static void blocks_small_scores(const char *launch, void *args) {
+    change_plain(launch, args, [](auto &a) { a.score_by = sqrtf((float)a.n); });
+}
+static void blocks_without_results(const char *launch, void *args) {
+    change_plain(launch, args, [](auto &a) { a.conv.x = NULL; });
+}
+/* Mistakes about the norm of a sum of experts in a latent space, which has 64 values in kimi_k3. */
+static void latent_weights_of_next(const char *launch, void *args) {
+    change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.weight += a.weight && a.n == 64; });
+}
+static void latent_norm_of_one_less(const char *launch, void *args) {
+    change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.n_tok -= a.n == 64 && a.n_tok > 1; });
+}
+static void latent_other_eps(const char *launch, void *args) {
+    change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.eps *= a.n == 64 ? 1e4f : 1; });
+}
+static void latent_rows_shorter(const char *launch, void *args) {
+    change_if<struct down_args>(launch, "k_gemv_down", args, [](auto &a) { a.hidden_stride -= a.jobs.weight ? 0 : 8; });
+}
 static void message_swapped(const char *launch, void *args) {
     change_if<struct message_args>(launch, "k_mix_message", args, [](auto &a) { std::swap(a.forget, a.gain); });
 }
@@ -1379,6 +1410,7 @@ static const struct {
                 {"parallel", "states of Mamba-2 are the first timeline's", mamba_states_of_first},
                 {"early-router", "decode joins gate and up by SiLU", decode_without_relu},
                 {"early-router", "prefill joins gate and up by SiLU", prefill_without_relu},
+                {"early-router", "experts read what the dense feed-forward does", latents_not_read},
                 {"gated-conv", "a channel has the taps of the next", gated_taps_of_next},
                 {"gated-conv", "a gated convolution has a tap fewer", gated_tap_fewer},
                 {"gated-conv", "gates of the input and of the result are exchanged", gates_exchanged},
@@ -1513,6 +1545,16 @@ static const struct {
                 {"kda", "the low ranks are in F32", low_ranks_in_f32},
                 {"kda", "heads have the gate of the next", gates_of_next_head},
                 {"kda", "the first head alone has a gate", gate_of_first_head},
+                {"kda", "norms of rows are read, not rows", blocks_read_normed},
+                {"kda", "rows have the eps of blocks with norms", blocks_fixed_eps},
+                {"kda", "scores of rows are divided", blocks_small_scores},
+                {"kda", "results do not come to their rows", blocks_without_results},
+                {"kda", "the last row is not read", blocks_read_one_fewer},
+                {"kda", "a block begins with what the row had", blocks_never_begin},
+                {"kda", "a latent sum has the weights of the next value", latent_weights_of_next},
+                {"kda", "a token's latent sum is not normed", latent_norm_of_one_less},
+                {"kda", "latent sums have another eps", latent_other_eps},
+                {"kda", "rows of latents are shorter", latent_rows_shorter},
                 {"kda", "rows of a decode are packed", queries_packed},
                 {"kda", "rows of a prefill are packed", prefill_queries_packed},
                 {"results", "a value has the weight of the next four", result_weights_of_next},

@@ -245,23 +245,33 @@ static void run_streams_norm(int n, bool partial, bool joined, bool norm) {
            norm, sums.nmse(), normed.nmse(), bad);
 }
 
-/* Readings of many blocks, as in "CPU operations: blocks of layers" of moe.c, and their norms. */
+/* Readings of many blocks, as in "CPU operations: blocks of layers" of moe.c, and their norms. plain: rows are weighed,
+ * not their norms, and a result comes to the last row without a convolution: it is added, or with an odd number of rows
+ * it is that row. */
 template <int VECS>
-static void run_blocks(int n, int n_row, int n_read) {
+static void run_blocks(int n, int n_row, int n_read, bool plain = false) {
     enum { TOKENS = 2 };
     const size_t wide = (size_t)n, rows = (size_t)n_row, reads = (size_t)n_read;
-    const std::vector<float> x = random_floats(TOKENS * n_row * n, 1), query = random_floats(n_read * n, 1),
-                             w = random_floats(n_read * n, 1);
-    gpu_array<float> x_d(x), query_d(query), w_d(w), h32(TOKENS * wide);
+    std::vector<float> x = random_floats(TOKENS * n_row * n, 1);
+    const std::vector<float> query = random_floats(n_read * n, plain ? 0.05 : 1), w = random_floats(n_read * n, 1),
+                             result = random_floats(TOKENS * n, 1);
+    const double row_eps = plain ? 0.3 : 1e-6, score_by = plain ? 1 : sqrt(n);
+    gpu_array<float> x_d(x), query_d(query), w_d(w), result_d(result), h32(TOKENS * wide);
     gpu_array<uint16_t> out(reads * TOKENS * wide);
     gpu_batch b(9, TOKENS, 9);
     struct block_args a = {};
     a.batch = b, a.rows = x_d, a.n_res = a.n_row = n_row, a.n = n, a.n_tok = TOKENS, a.n_read = a.n_out = n_read;
     a.query = query_d, a.h32 = h32, a.eps = 1e-6f;
+    a.plain = plain, a.row_eps = (float)row_eps, a.score_by = (float)score_by;
+    if (plain) a.conv.x = result_d, a.conv.stride = wide, a.to = n_row - 1, a.begins = n_row % 2;
     for (size_t q = 0; q < reads; q++) a.norm[q] = w_d + q * wide, a.out[q] = out + q * TOKENS * wide;
-    x_d.arrive();
+    x_d.arrive(), result_d.arrive();
     LAUNCH_PDL(k_blocks<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a);
     finish("blocks of layers");
+    for (size_t i = 0; i < TOKENS * wide && plain; i++) {
+        float *to = &x[(i / wide * rows + rows - 1) * wide + i % wide];
+        *to = result[i] + (a.begins ? 0.0f : *to);
+    }
     const std::vector<uint16_t> halves = out.get();
     const std::vector<float> first = h32.get();
     error_sum e;
@@ -273,15 +283,16 @@ static void run_blocks(int n, int n_row, int n_read) {
             double den = 0;
             for (size_t j = 0; j < rows; j++) {
                 const float *row = &x[(t * rows + j) * wide];
-                double dot = 0;
+                double dot = 0, squares = 0;
                 for (size_t i = 0; i < wide; i++) dot += (double)row[i] * (double)query[q * wide + i];
-                norm.push_back(rms_factor(row, n));
-                score.push_back(exp(dot * norm.back() / sqrt(n))), den += score.back();
+                for (size_t i = 0; i < wide; i++) squares += (double)row[i] * (double)row[i];
+                norm.push_back(1 / sqrt(squares / n + row_eps));
+                score.push_back(exp(dot * norm.back() / score_by)), den += score.back();
             }
             for (size_t i = 0; i < wide; i++) {
                 double sum = 0;
                 for (size_t j = 0; j < rows; j++)
-                    sum += score[j] / den * norm[j] * (double)x[(t * rows + j) * wide + i];
+                    sum += score[j] / den * (plain ? 1 : norm[j]) * (double)x[(t * rows + j) * wide + i];
                 want[i] = (float)sum;
             }
             const double f = rms_factor(want.data(), n);
@@ -291,8 +302,8 @@ static void run_blocks(int n, int n_row, int n_read) {
                 bad += !(fabs((double)f16_to_f32(halves[(q * TOKENS + t) * wide + i]) - y) <= 7e-4 * fabs(y) + 1e-5);
             }
         }
-    expect(e.nmse() < 1e-10 && !bad, "%d readings of %d blocks of %d: NMSE %.1e, %d wrong", n_read, n_row, n, e.nmse(),
-           bad);
+    expect(e.nmse() < 1e-10 && !bad && (!plain || x_d.get() == x),
+           "%d readings of %d blocks of %d, plain %d: NMSE %.1e, %d wrong", n_read, n_row, n, plain, e.nmse(), bad);
 }
 
 /* A result that is normed before it is added, and the norm of the sum. parts: the result is the sum of the norms of two
@@ -404,6 +415,7 @@ extern "C" void cuda_test_norms(void) {
         run_streams_norm<8>(8184, kind % 3 == 0, kind == 1, kind < 3);
     }
     run_blocks<4>(132, GPU_BLOCKS, BLOCKS_READ), run_blocks<8>(8184, 33, 1);
+    run_blocks<4>(132, GPU_BLOCKS, 1, true), run_blocks<8>(8184, 33, 1, true);
     for (int kind = 0; kind < 4; kind++) {
         run_add_result<4>(4088, kind & 1, kind & 2);
         run_add_result<8>(8184, kind & 1, kind & 2);
