@@ -8256,6 +8256,15 @@ static const struct synth synths[] = {
      "ssm.conv_kernel=4 kda.head_dim=128 leading_dense_block_count=1 expert_count=256 expert_used_count=8 "
      "expert_feed_forward_length=1024 expert_shared_count=1 expert_gating_func=2 vocab_size=163840 "
      "expert_weights_norm=true expert_weights_scale=2.446 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e4"},
+    {"kimi-k3", "kimi-k3", .keys =
+     "context_length=1048576 embedding_length=7168 block_count=93 feed_forward_length=33792 attention.head_count=96 "
+     "attention.head_count_kv=0:0:0:1*,1 attention.key_length=576 attention.value_length=512 "
+     "attention.q_lora_rank=1536 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+     "attention.value_length_mla=128 rope.dimension_count=64 ssm.conv_kernel=4 kda.head_dim=128 "
+     "kda.gate_lower_bound=-5 attn_res.block_size=12 leading_dense_block_count=1 expert_count=896 "
+     "expert_used_count=16 expert_feed_forward_length=3072 expert_shared_count=2 expert_latent_length=3584 "
+     "expert_gating_func=2 activation.situ_beta=4 activation.situ_linear_beta=25 vocab_size=163840 "
+     "expert_weights_norm=true attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e4", .ff_type = GGUF_MXFP4},
     {"ling-3-flash", "bailingmoe3", .keys =
      "context_length=262144 embedding_length=2560 block_count=43 nextn_predict_layers=1 feed_forward_length=6144 "
      "attention.head_count=32 attention.head_count_kv=0:0:0:0:0:1*,1 attention.key_length=576 "
@@ -8847,8 +8856,9 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
     if (m.family->head_bias) synth_add(&list, GGUF_F32, s.n_vocab, 1, 1, "output.bias", 0);
     if (m.n_res) {
-        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
-        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_res.weight", 0);
+        const bool plain = m.family->plain_blocks;
+        if (!plain) synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
+        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, plain ? "output_res_score.weight" : "output_res.weight", 0);
     }
     if (m.n_ngram && m.ngram->ends)
         synth_add(&list, backbone, m.ngram->row, ngram_rows(m.ngram), 1, "per_layer_token_embd.weight", 0);
@@ -25243,7 +25253,7 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next,\n"
                                     "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
                                     "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
-                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash,\n"
+                                    "mellum2-12b-a2.5b, mimo-v2-flash, kimi-linear-48b-a3b, kimi-k3, ling-3-flash,\n"
                                     "glm-5.3-flash, inkling-2-mini, lfm2-8b-a1b, nemotron-3-nano-30b-a3b or\n"
                                     "nemotron-3-super-120b-a12b.\n"
                                     "Options may follow a colon:\n"
@@ -25259,8 +25269,8 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"
                                     "numbers after them belong to the last layers:\n"
                                     "attention.compress_ratios=0,0,4:128*,0.\n"
-                                    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
-                                    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
+                                    "Feed-forward weights are NVFP4 (gpt-oss, DeepSeek-V4 and Kimi-K3: MXFP4), norms\n"
+                                    "and routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
                                     "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
                                     "\n"
                                     "With -m FILE the model is written to FILE, which must not exist, before it is\n"

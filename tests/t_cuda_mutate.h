@@ -1546,7 +1546,7 @@ static const struct {
                 {"kda", "heads have the gate of the next", gates_of_next_head},
                 {"kda", "the first head alone has a gate", gate_of_first_head},
                 {"kda", "norms of rows are read, not rows", blocks_read_normed},
-                {"kda", "rows have the eps of blocks with norms", blocks_fixed_eps},
+                {"norms", "rows have the eps of blocks with norms", blocks_fixed_eps},
                 {"kda", "scores of rows are divided", blocks_small_scores},
                 {"kda", "results do not come to their rows", blocks_without_results},
                 {"kda", "the last row is not read", blocks_read_one_fewer},

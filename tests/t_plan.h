@@ -963,6 +963,32 @@ static void test_plan_shared_keys(void) {
     json_decref(o);
 }
 
+/* Kimi-K3 by hand: gates of every value, experts in a latent space, blocks of layers as the residual. */
+static void test_plan_kimi_k3(void) {
+    const int64_t d = 7168, h = 96 * 128, latent = 3584;
+    const int64_t kda = 2 * (5 * d * h + 128 * (d + h) + 96 * d) + 4 * (3 * 4 * h + h + 96 + 128);
+    const int64_t mla = 2 * (1536 * d + 96 * 192 * 1536 + 576 * d + 2 * h * 512 + 2 * d * h) + 4 * (1536 + 512);
+    const int64_t ffn = 4 * 896 * (d + 1) + 2 * 2 * latent * d + 4 * latent + 3 * d * 2 * 3072 * 17 / 32;
+    json_t *o = plan_of("--cpu --synth kimi-k3", 1);
+    const json_t *reads = json_object_get(o, "reads");
+    CHECK_INT(plan_int(reads, "experts"), 92 * 16 * (3 * 3072 * latent * 17 / 32), "experts");
+    CHECK_INT(plan_int(reads, "backbone"),
+              69 * kda + 24 * mla + 93 * 4 * 4 * d + 92 * ffn + 3 * d * 33792 * 17 / 32 /* the dense one */,
+              "backbone");
+    json_decref(o);
+
+    /* on four GPUs: before each half the sum over the ranks, of which the first lacks it, and the blocks; 4 kernels of
+     * Kimi delta attention or 7 of latent attention; 2 of the dense feed-forward, 7 of one with experts, which are
+     * copied */
+    char *out = NULL, *err = NULL, want[64];
+    const int n = 2 + 93 * 2 * 2 - 1 + 69 * 4 + 24 * 7 + 2 + 92 * 7 + 2 + 4;
+    const int rc = run_command(MOE_BIN " --plan --gpus 4x96 --host 2000 --tp 4 --synth kimi-k3 </dev/null", &out, &err);
+    snprintf(want, sizeof want, ": %d kernels,", n);
+    CHECK(rc == 0 && strstr(sb_cstr(&out), want) && strstr(out, "and 278 all-reduces"), "%d: no '%s' in %s%s", rc, want,
+          sb_cstr(&out), sb_cstr(&err));
+    arrfree(out), arrfree(err);
+}
+
 /* Several prompts at a time: their caches, the contexts for which there is room, and the speed. */
 static void test_plan_at_once(void) {
     static const int prompts[] = {1, 2, 4, 8, 16}, context[] = {40960, 40960, 40960, 30464, 15104};
@@ -1550,15 +1576,16 @@ static void test_plan_readme(void) {
     arrfree(text);
 }
 
-#define TESTS_PLAN                                                                                                 \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                      \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                              \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                  \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
-        {"plan/ngrams", test_plan_ngrams}, {"plan/shared-keys", test_plan_shared_keys},                            \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/at-once", test_plan_at_once}, {"plan/host", test_plan_host}, \
-        {"plan/disk", test_plan_disk}, {"plan/n-cpu-moe", test_plan_cpu_moe},                                      \
-        {"plan/readme-disk", test_plan_readme_disk}, {"plan/readme", test_plan_readme},                            \
-        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},           \
-        {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
+#define TESTS_PLAN                                                                                             \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                  \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                          \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},              \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit}, \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                          \
+        {"plan/ngrams", test_plan_ngrams}, {"plan/shared-keys", test_plan_shared_keys},                        \
+        {"plan/kimi-k3", test_plan_kimi_k3}, {"plan/verdicts", test_plan_verdicts},                            \
+        {"plan/at-once", test_plan_at_once}, {"plan/host", test_plan_host}, {"plan/disk", test_plan_disk},     \
+        {"plan/n-cpu-moe", test_plan_cpu_moe}, {"plan/readme-disk", test_plan_readme_disk},                    \
+        {"plan/readme", test_plan_readme}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
+        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},     \
+        {"plan/absurd", test_plan_absurd},
