@@ -3875,8 +3875,9 @@ static inline bool mla_expands_on_gpu(const struct model *m, const struct layer 
 #define SAME_SHAPE(x, y, z) found |= nope == x && rope == y && v == z;
     MLA_EXPANDED_SHAPES(SAME_SHAPE)
 #undef SAME_SHAPE
-    /* latent_out must hold F32 sums */
-    return found && 2 * v <= a->kv_lora && 2 * (int64_t)(nope + v) * a->kv_lora < saved * n;
+    /* latent_out must hold F32 sums; no kernel over expanded keys has windows or sinks */
+    return found && !a->window && !a->has_sinks && 2 * v <= a->kv_lora &&
+           2 * (int64_t)(nope + v) * a->kv_lora < saved * n;
 }
 
 enum {
@@ -3967,13 +3968,11 @@ struct gpu_dims {
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
-    if (m->n_hc && !m->hc_low && !m->n_sinkhorn) return "residual streams that are not mixed";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
     for (int il = 0; il < model_blocks(m); il++) {
         if (m->layers[il].attn.chunked && m->layers[il].attn.window % GPU_CHUNK)
             return "chunks of keys other than multiples of 64";
-        if (m->layers[il].attn.shared_norm) return "norms of shared keys in latent attention";
         if (m->layers[il].attn.n_rel > GPU_REL || m->layers[il].attn.n_rel % 2)
             return "relative states of an odd number of values or of more than 16";
     }
@@ -31939,8 +31938,8 @@ static void launches_of(struct launches *k, const struct step *s) {
     }
     case OP_mla_attention:
         launch_add(k, DECODE_MLA_QUERY, READS(&l->wk_b, &l->kv_a_norm, &l->k_norm), READS(&l->wk_b));
-        k->attention = launch_add(k, DECODE_MLA_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
-        launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
+        k->attention = launch_add(k, DECODE_MLA_ATTENTION, state - index - recent, 0);
+        launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b, &l->sinks), READS(&l->wv_b));
         if (l->attn.n_gate) launch_add(k, DECODE_HEAD_GATE, 0, 0);
         break;
     case OP_pool_keys: launch_add(k, DECODE_CSA_STORE, recent + READS(&l->compressor.norm), 0); break;

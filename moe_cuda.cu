@@ -1458,7 +1458,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constan
 /* ============================================================================================================
  * Hyper-connections
  *
- * Hyper-connections (DeepSeek-V4), see hc_mix of moe.c. k_hc_mix takes the result of a half of a layer into
+ * Hyper-connections (DeepSeek-V4, Hunyuan 4), see hc_mix of moe.c. k_hc_mix takes the result of a half of a layer into
  * the streams, and multiplies them by the rows of `fn`; k_hc_norm makes coefficients of the products, and the
  * next half's input, which in DeepSeek-V4.1 the coefficients of the half before read. The residual stays in F32.
  * ============================================================================================================ */
@@ -1475,8 +1475,9 @@ struct hc_args {
     const float *fn;      /* (n_row, GPU_HC * n); NULL: nothing is multiplied */
     const float *base, *scale; /* as in struct hyper */
     float *sums;               /* (n_tok, blocks, HC_SUMS): products with the rows, 0, .., squares at HC_ROWS */
-    int n_row, n, n_tok, n_sinkhorn;
-    float eps, hc_eps;
+    int n_row, n, n_tok;
+    int n_sinkhorn; /* 0: streams are not mixed */
+    float eps, hc_eps, hc_write;
     bool mean;           /* the streams are read by their mean, and n_row is 0 */
     const float *weight; /* (n) of the norm; NULL: the streams' sum is stored without one, to x */
     uint16_t *h16;       /* (n_tok, n) the norm, */
@@ -1595,7 +1596,8 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_consta
         const float square = __shfl_sync(0xFFFFFFFFu, s, HC_ROWS);
         s = fmaf(s * rsqrtf(square / (float)(GPU_HC * n) + a.eps), scale, base);
         if (lane < GPU_HC) s = 1.0f / (1.0f + expf(-s)) + a.hc_eps;
-        else if (lane < 2 * GPU_HC) s = 2.0f / (1.0f + expf(-s));
+        else if (lane < 2 * GPU_HC) s = a.hc_write / (1.0f + expf(-s)) + (a.n_sinkhorn ? 0.0f : a.hc_eps);
+        else if (!a.n_sinkhorn) s = (lane - 2 * GPU_HC) % (GPU_HC + 1) ? 0.0f : 1.0f; /* the identity */
         const float read = a.mean ? 1.0f / GPU_HC : s;
         row[lane] = read;
         if (a.lag && lane < GPU_HC) {
@@ -1609,8 +1611,8 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_consta
             UNROLL for (int i = 0; i < GPU_HC * GPU_HC; i++) m[i] = row[2 * GPU_HC + i];
             sinkhorn(m, a.n_sinkhorn, a.hc_eps);
             UNROLL for (int i = 0; i < GPU_HC * GPU_HC; i++) if (lane == 2 * GPU_HC + i) s = m[i];
-            if (lane < HC_ROWS) a.mix[(size_t)t * a.mix_stride + lane] = s;
         }
+        if (a.n_row > GPU_HC && lane < HC_ROWS) a.mix[(size_t)t * a.mix_stride + lane] = s;
     }
     __syncthreads(); /* the row is complete */
     const float *streams = a.streams + (size_t)t * (size_t)(GPU_HC * n);
@@ -4404,6 +4406,7 @@ struct rope_args {
     const float *v;                      /* (n_tok, n_head_kv * dv) */
     size_t q_stride, k_stride, v_stride; /* floats from token to token */
     const float *q_norm, *k_norm;        /* (d), NULL: none; MLA: k_norm (latent) */
+    const float *shared_norm;            /* MLA: (rope) of the shared key; NULL: none */
     uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
     struct cache_tensor kp, vp;
@@ -4432,12 +4435,12 @@ enum {
 };
 #define ATTN_LOG2_E 1.44269504f
 
-/* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's
- * weights, NULL: no norm. cosine(i), sine(i): of pair i. A rotation leaves the mean square as it is, and with norm_last
- * the weights act after it. */
+/* x = a head (n values at src), normed and rotated from value `first` on, with one warp: x[i] is value lane + 32 i. w (n):
+ * the norm's weights, NULL: no norm. cosine(i), sine(i): of pair i. A rotation leaves the mean square as it is, and with
+ * norm_last the weights act after it. */
 template <int PER, class COSINE, class SINE>
 DEVICE void rope_head_by(const struct rope_args &p, const float *src, const float *w, int n, COSINE cosine, SINE sine,
-                         float x[PER]) {
+                         float x[PER], int first = 0) {
     const int lane = threadIdx.x & 31, half = p.rope / 2;
     float ss = 0;
     UNROLL for (int j = 0; j < PER; j++) {
@@ -4448,12 +4451,13 @@ DEVICE void rope_head_by(const struct rope_args &p, const float *src, const floa
     const bool last = w && p.norm_last;
     auto factor = [&](int c) { return !w ? 1.0f : last ? f : f * w[c]; };
     UNROLL for (int j = 0; j < PER; j++) {
-        const int c = lane + 32 * j;
+        const int c = lane + 32 * j, i = c - first;
         if (c >= n) continue;
         x[j] *= factor(c);
-        if (c < p.rope) {
-            const bool low = p.pairs ? !(c & 1) : c < half; /* it comes first of the two */
-            const int o = p.pairs ? c ^ 1 : low ? c + half : c - half, r = p.pairs ? c >> 1 : low ? c : o;
+        if (i >= 0 && i < p.rope) {
+            const bool low = p.pairs ? !(i & 1) : i < half; /* it comes first of the two */
+            const int apart = p.pairs ? 1 : half, o = low ? c + apart : c - apart;
+            const int r = p.pairs ? i >> 1 : low ? i : i - half;
             const float u = src[o] * factor(o); /* read again: cheaper than moving it between lanes */
             x[j] = low ? x[j] * cosine(r) - u * sine(r) : u * sine(r) + x[j] * cosine(r);
         }
@@ -4463,10 +4467,11 @@ DEVICE void rope_head_by(const struct rope_args &p, const float *src, const floa
 
 /* The same for token t of the batch. */
 template <int PER>
-DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
+DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER],
+                      int first = 0) {
     const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
     rope_head_by<PER>(
-        p, src, w, n, [&](int i) { return cs[i]; }, [&](int i) { return sn[i]; }, x);
+        p, src, w, n, [&](int i) { return cs[i]; }, [&](int i) { return sn[i]; }, x, first);
 }
 
 /* Writes the key (v false) or the value of token t and KV head i to the cache, with one warp. */
@@ -4590,10 +4595,9 @@ __global__ void __launch_bounds__(128) k_rel_prepare(const __grid_constant__ str
     cache_store<REL_PER>(a.to[v], (size_t)run_row(u, a.to[v], pos), h * n, h, n, x);
 }
 
-/* Rotates neighbors 2i and 2i + 1 of x against each other (DeepSeek); returns the pair. */
-DEVICE float2 rope_pair(const struct rope_args &p, const float *x, int t, int i) {
+/* Rotates neighbors 2i and 2i + 1 of a head, v, against each other (DeepSeek). */
+DEVICE float2 rope_pair(const struct rope_args &p, float2 v, int t, int i) {
     const float c = p.cs[(size_t)t * (p.rope / 2) + i], s = p.sn[(size_t)t * (p.rope / 2) + i];
-    const float2 v = ((const float2 *)x)[i];
     return make_float2(v.x * c - v.y * s, v.x * s + v.y * c);
 }
 
@@ -4603,12 +4607,13 @@ DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step
     uint16_t *to = p.q_rope + ((size_t)t * p.n_head + h) * (p.latent + p.rope) + p.latent;
     const float f = query_factor(p, t);
     for (int i = i0; i < p.rope / 2; i += step) {
-        const float2 y = rope_pair(p, q, t, i);
+        const float2 y = rope_pair(p, ((const float2 *)q)[i], t, i);
         ((uint32_t *)to)[i] = clamped_f16x2(y.x * f, y.y * f);
     }
 }
 
-/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block of THREADS. */
+/* Norm of the latents, and norm and rotation of the shared key of token t, both to the cache, with one block of
+ * THREADS. */
 template <int THREADS>
 DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -4627,8 +4632,17 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
         }
         cache_store<LATENT_GROUP / 32>(p.kp, row, g * LATENT_GROUP, g, n, x);
     }
+    const float *shared = k + p.latent;
+    float square = 0;
+    for (int i = lane; i < p.rope && p.shared_norm; i += WARP) square = fmaf(shared[i], shared[i], square);
+    const float by = p.shared_norm ? rsqrtf(warp_sum(square) / (float)p.rope + p.eps) : 1.0f;
     for (int i = threadIdx.x; i < p.rope / 2; i += THREADS) {
-        const float2 y = rope_pair(p, k + p.latent, t, i);
+        float2 v = ((const float2 *)shared)[i];
+        if (p.shared_norm) {
+            const float2 weight = ((const float2 *)p.shared_norm)[i];
+            v = make_float2(v.x * by * weight.x, v.y * by * weight.y);
+        }
+        const float2 y = rope_pair(p, v, t, i);
         ((uint32_t *)(p.vp.data + row * p.vp.row_bytes))[i] = f32_to_bf16x2(y.x, y.y);
     }
 }
@@ -4775,6 +4789,7 @@ enum {
     ATTN_SPLIT_KEYS = 64, /* a split has a multiple of this many keys */
     ATTN_GROUP = 128,     /* latents under one FP8 scale */
     ATTN_JOIN = 16,       /* splits that a block joins at once */
+    MLA_WINDOW_ROWS = 16, /* rows of a tile of latent attention with a window */
     ATTN_SMEM = 48 << 10  /* two blocks fit the 100 KB of an SM of SM120 */
 };
 static_assert(GPU_CHUNK % ATTN_SPLIT_KEYS == 0, "a chunk begins with a step, and a tile of rows is of two at most");
@@ -5252,8 +5267,8 @@ struct attn_place {
     float inverse;     /* factor of the result */
 
     /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The
-     * result's denominator has the sink. Returns false if there is no such row. FORMS: there may be sinks and gates.
-     * RESULT: it is the result. */
+     * result's denominator has the sink. Returns false if there is no such row. FORMS: there may be gates. RESULT: it is
+     * the result. */
     template <bool FORMS, bool RESULT = false>
     DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
         const int2 th = attn_row(w, r);
@@ -5261,7 +5276,7 @@ struct attn_place {
         token = th.x;
         whole = RESULT || (w.n_split == 1 && a.out);
         if (whole) {
-            if (FORMS && a.sinks) l += exp2f(a.sinks[th.x * a.sink_stride + th.y] * ATTN_LOG2_E - m);
+            if (a.sinks) l += exp2f(a.sinks[th.x * a.sink_stride + th.y] * ATTN_LOG2_E - m);
             at = (uint8_t *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv);
             gate = FORMS && a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
             inverse = 1.0f / (ATTN_P * l);
@@ -5613,10 +5628,10 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * ============================================================================================================ */
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
- * [latent | rotated], values are the latents. ROPE 0: keys are values, and a list of chosen keys has pools.
- * KEYS_ONE_KV: attention of one KV head, with ROPE 0. KEYS_APART: grouped-query attention of wide heads, with ROPE 0.
- * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 or 64 keys. Scores: a warp takes half of the
- * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
+ * [latent | rotated], values are the latents. ROPE 0: keys are values, and a list of chosen keys has pools. KEYS_ALL of
+ * latents wider than 512: there may be a window. KEYS_ONE_KV: attention of one KV head, with ROPE 0. KEYS_APART: grouped-query attention of wide heads, with ROPE 0.
+ * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 keys, of 16 where rows have 2048 bytes. Scores: a
+ * warp takes half of the inner dimension and 8 keys of a tile; the halves are added in shared memory. Then every warp computes all softmax
  * weights itself and multiplies them by its own 1/8 of the value columns.
  * Reads keys * (LAT + 2 ROPE + 4 LAT / 128) bytes (FP8) per row tile. 16 rows: limited by that (some 970 instructions
  * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) multiplications per key.
@@ -5627,11 +5642,13 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * limited by L2, 32 multiplications a byte (FP8; BF16: 16). */
 template <int LAT, int ROPE, int FP8, int MT, bool APART = false>
 struct attn_mla {
-    static constexpr int KEYS = 32,
-                         DEPTH = (FP8 ? 3 : 2) + (FP8 && APART); /* the same for both MT: so are a row's bits */
-    static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, SLOT = KEYS * (ROW + ROPE_ROW);
-    static constexpr bool Q_FITS = LAT < 512 || MT == 1; /* Q fits in registers */
-    static constexpr int Q_SHARED = Q_FITS ? 0 : 8 + 2 * FP8;
+    static constexpr bool WIDE = LAT > 512;
+    static constexpr int ROW = LAT * (FP8 ? 1 : 2), KEYS = ROW > 1024 ? 16 : 32;
+    /* DEPTH: the same for both MT: so are a row's bits */
+    static constexpr int DEPTH = (FP8 && !WIDE ? 3 : 2) + (FP8 && APART);
+    static constexpr int ROPE_ROW = ROPE * 2, SLOT = KEYS * (ROW + ROPE_ROW);
+    static constexpr bool Q_FITS = LAT * MT <= 512; /* Q fits in registers */
+    static constexpr int Q_SHARED = Q_FITS ? 0 : WIDE ? 18 : 8 + 2 * FP8;
     /* scales of a key: of each group of latents; APART: of the key and, KEYS further on, of its values */
     static constexpr int GROUPS = APART ? 1 : (LAT + ATTN_GROUP - 1) / ATTN_GROUP;
     static constexpr int SCALES = FP8 ? KEYS * GROUPS * (1 + APART) : 0;
@@ -5654,6 +5671,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
      * the CHUNKS and RHALF of the RCHUNKS, which are STEPS and RSTEPS k16-steps. ES: bytes of a latent. */
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
     constexpr bool CHOSEN = KEYS_OF == KEYS_CHOSEN, ONE_KV = KEYS_OF == KEYS_ONE_KV, POOLS = ROPE == 0;
+    constexpr bool WINDOW = KEYS_OF == KEYS_ALL && L::WIDE;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
     constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
     constexpr int SLICES = LAT / 32, PER_WARP = (SLICES + 7) / 8; /* slices of 32 value columns; so many per warp */
@@ -5664,12 +5682,13 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     constexpr int END = POOLS ? POOL_END : BLOCK_END;
     constexpr bool DECODE = APART || !POOLS; /* among pools decode always chooses */
     const bool work =
-        CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV, END>(&w, a, 16 * MT) : attn_begin<false, DECODE>(&w, a, 16 * MT);
+        CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV, END>(&w, a, 16 * MT) : attn_begin<WINDOW, DECODE>(&w, a, 16 * MT);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
     int slice = warp * PER_WARP, group = APART ? 0 : slice * 32 / ATTN_GROUP;
+    const int low = WINDOW ? w.low : 0;
 
     auto copy = [&](int i) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
@@ -5684,9 +5703,10 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             kv_gather<ROW, KEYS, 256, POOLS>(to, a.k, 0, w, key, tid);
             if constexpr (ROPE > 0) kv_gather<L::ROPE_ROW, KEYS, 256, POOLS>(to + KEYS * ROW, a.v, 0, w, key, tid);
         } else if (i < n) {
-            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, attn_back<false>(w, key), 0, w.end, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, attn_back<false>(w, key), low, w.end, tid);
             if constexpr (ROPE > 0)
-                kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, attn_back<false>(w, key), 0, w.end, tid);
+                kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, attn_back<false>(w, key), low, w.end,
+                                                tid);
         }
         cp_async_commit();
     };
@@ -5704,7 +5724,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         if (APART)
             return FP8 && tid < L::SCALES ? kv_scale(tid < KEYS ? a.k : a.v, first + tid % KEYS, back, w.kvh, 0, w.end)
                                           : 0.0f;
-        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, back, tid % GROUPS, 0, w.end) : 0.0f;
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, back, tid % GROUPS, low, w.end) : 0.0f;
     };
     /* Q in shared memory: rows of WIDTH halves, whose pieces are permuted so that 8 lanes meet in no bank. */
     constexpr int WIDTH = LAT + ROPE, FIRST = L::Q_STAGED ? DEPTH - L::Q_SLOTS : DEPTH - 1; /* tiles beside it */
@@ -5763,6 +5783,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         mma_f16(d, f.x, b);
     };
     float m[MT][2], l[MT][2] = {}, acc[MT][4 * PER_WARP][4] = {};
+    const int span = WINDOW ? attn_span(a) : 0;
     UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY;
 
     for (int i = 0; i < n; i++) {
@@ -5809,7 +5830,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             tile = smem + (TILES * i + 1) % DEPTH * L::SLOT;
         }
 
-        bool all = w.begin + (i + 1) * KEYS <= w.seen;
+        bool all = w.begin + (i + 1) * KEYS <= w.seen && (!WINDOW || w.begin + i * KEYS >= w.from);
         uint32_t p[KEYS / 16][MT][4];
         UNROLL for (int j = 0; j < MT; j++) {
             float x[KEYS / 8][4];
@@ -5820,7 +5841,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                     x[b][2 * h] = y.x + z.x;
                     x[b][2 * h + 1] = y.y + z.y;
                 }
-                attn_mask<false>(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], 0, all);
+                attn_mask<WINDOW>(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], span, all);
             }
             attn_softmax(x, m[j], l[j], acc[j]);
             UNROLL for (int k = 0; k < KEYS / 16; k++) {
@@ -6053,14 +6074,29 @@ struct mla_value_args {
     size_t out_stride;
 };
 
+/* Returns the splits of the context of head h of token t in decode. With a window they are those of its row's tile, which
+ * has 16 rows. */
+DEVICE int mla_splits(const struct attn_args &a, int t, int h) {
+    if (!a.window) {
+        const int len = attn_keys<false>(a, t, a.n_tok), keys = attn_split_keys(a, len);
+        return (len + keys - 1) / keys;
+    }
+    struct attn_work w = {};
+    const int row0 = (t * a.n_head + h) / MLA_WINDOW_ROWS * MLA_WINDOW_ROWS;
+    const int last = min(row0 + MLA_WINDOW_ROWS, a.n_tok * a.n_head) - 1;
+    const int pos = run_base(a.batch.run(t));
+    w.seen = pos + (a.batch.several ? t : row0 / a.n_head) + 1;
+    attn_window(&w, a, pos + (a.batch.several ? t : last / a.n_head) + 1);
+    return w.n_split;
+}
+
 /* Joins the splits of latents 64c .. 64c + 63 of head h, with one block: to (n_tok, stride) halves. smem: (n_tok, 8
  * warps, 64) floats, then n_tok. Ends with a barrier. */
 DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint16_t *x, int stride) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, col = 4 * (lane & 15);
     float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
     UNROLL_BY(1) for (int t = 0; t < a.n_tok; t++) {
-        const int len = attn_keys<false>(a, t, a.n_tok), keys = attn_split_keys(a, len);
-        const int n_split = (len + keys - 1) / keys;
+        const int n_split = mla_splits(a, t, h);
         const float2 *max_den = attn_max_den(a, make_int2(t, h));
         float m = ATTN_NO_KEY, l = 0; /* of this lane's splits */
         UNROLL_BY(4) for (int s = lane; s < n_split; s += WARP) {
@@ -6071,6 +6107,7 @@ DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint1
         }
         const float top = warp_max(m);
         l = warp_sum(exp2f(m - top) * l);
+        if (a.sinks) l += exp2f(a.sinks[h] * ATTN_LOG2_E - top);
         float4 x4 = make_float4(0, 0, 0, 0);
         UNROLL_BY(4) for (int s = 2 * warp + (lane >> 4); s < n_split; s += 2 * GEMV_WARPS) {
             const size_t row = attn_partial_row(a, s, make_int2(t, h));
@@ -6136,14 +6173,6 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_value(const __grid_cons
     }
 }
 
-/* Launches k_mla_value. */
-static void mla_value(const struct mla_value_args *p, cudaStream_t s) {
-    const size_t smem = (size_t)p->attn.n_tok * (GEMV_WARPS * TILE_COLS + 1) * sizeof(float);
-    const dim3 grid((unsigned)p->w.n_kt, (unsigned)p->attn.n_head);
-    if (p->attn.n_tok <= 8) LAUNCH_PDL(k_mla_value<1>, grid, GEMV_THREADS, smem, s, *p);
-    else LAUNCH_PDL(k_mla_value<2>, grid, GEMV_THREADS, smem, s, *p);
-}
-
 /* Gates of the heads' results in prefill. */
 struct gate_args {
     uint16_t *x; /* (n_tok, n_head * head_v) halves, tokens x_stride apart, a multiple of 8 */
@@ -6190,6 +6219,16 @@ static void attn_window_splits(struct attn_args *a) {
     a->max_splits = splits(a->window_shift);
 }
 
+/* Launches k_mla_value, after attention of p->attn. */
+static void mla_value(const struct mla_value_args *p, cudaStream_t s) {
+    struct mla_value_args v = *p;
+    const size_t smem = (size_t)v.attn.n_tok * (GEMV_WARPS * TILE_COLS + 1) * sizeof(float);
+    const dim3 grid((unsigned)v.w.n_kt, (unsigned)v.attn.n_head);
+    if (v.attn.window) attn_window_splits(&v.attn); /* as attn_run has done */
+    if (v.attn.n_tok <= 8) LAUNCH_PDL(k_mla_value<1>, grid, GEMV_THREADS, smem, s, v);
+    else LAUNCH_PDL(k_mla_value<2>, grid, GEMV_THREADS, smem, s, v);
+}
+
 /* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row
  * tiles per KV head mean fewer splits: they fill the GPU, too. */
 typedef void attn_kernel_fn(struct attn_args);
@@ -6221,7 +6260,10 @@ __host__ __device__ constexpr bool attn_chooses(int dk, int dv) { return dk == d
 __host__ __device__ constexpr bool attn_chooses_few(int dk, int dv) { return dk == dv && dk >= 64 && dk <= HEAD_MAX; }
 
 /* Whether there are kernels of latent attention over chosen keys for latents of this width. */
-__host__ __device__ constexpr bool attn_chooses_latents(int latents) { return latents != 256; }
+__host__ __device__ constexpr bool attn_chooses_latents(int latents) { return latents != 256 && latents <= 512; }
+
+/* The same with a window. */
+__host__ __device__ constexpr bool attn_windows_latents(int latents) { return latents > 512; }
 
 /* Whether there are kernels of grouped-query attention with a bias by distance for these head widths. */
 __host__ __device__ constexpr bool attn_biased(int dk, int dv) { return dk == dv && dk <= REL_MAX; }
@@ -6243,14 +6285,16 @@ template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
     const int rows = a->top_k || a->batch.several ? a->n_head : a->n_head * a->n_tok; /* that share keys */
     constexpr int FEW = ROPE ? KEYS_ALL : KEYS_CHOSEN; /* among pools decode always chooses */
-    attn_kernel_fn *two = attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_ALL>, *one = attn_mla_kernel<LAT, ROPE, FP8, 1, FEW>;
+    constexpr int MOST = LAT > 512 ? 1 : 2;            /* row tiles whose queries fit */
+    attn_kernel_fn *two = attn_mla_kernel<LAT, ROPE, FP8, MOST, KEYS_ALL>,
+                   *one = attn_mla_kernel<LAT, ROPE, FP8, 1, FEW>;
     if constexpr (attn_chooses_latents(LAT))
         if (a->top_k) {
             two = attn_mla_kernel<LAT, ROPE, FP8, 2, KEYS_CHOSEN>;
             one = attn_mla_kernel<LAT, ROPE, FP8, 1, KEYS_CHOSEN>;
         }
     /* Two row tiles share one reading and conversion of the cache. */
-    if ((prefill && !a->top_k) || rows > 16) attn_run(a, two, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
+    if ((prefill && !a->top_k) || rows > 16) attn_run(a, two, 16 * MOST, 256, attn_mla<LAT, ROPE, FP8, MOST>::SMEM, s);
     else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
 }
 
@@ -6290,6 +6334,7 @@ static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
         {ATTN_GQA, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
         {ATTN_GQA, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
         {ATTN_GQA, 512, 512, {attn_run_wide<512, 0>, attn_run_wide<512, 1>}},
+        {ATTN_MLA, 1024 + 64, 1024, {attn_run_mla<1024, 64, 0>, attn_run_mla<1024, 64, 1>}},
         {ATTN_MLA, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
         {ATTN_MLA, 512, 512, {attn_run_mla<512, 0, 0>, attn_run_mla<512, 0, 1>}},
         {ATTN_MLA, 128, 128, {attn_run_mla<128, 0, 0>, attn_run_mla<128, 0, 1>}},
@@ -6546,6 +6591,7 @@ struct index_args {
     struct rope_args rope; /* of queries and keys: q, k, their norms, q16 and kp; d is the width of a head */
     const float *bias;     /* (width) of the LayerNorm of keys; NULL: they have an RMSNorm */
     float bias_eps;        /* epsilon of the LayerNorm */
+    int turned;            /* the first value of a head that is rotated */
     const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart; NULL: 1 */
     size_t w_stride;
     float score_scale; /* factor of the scores */
@@ -6619,7 +6665,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
     float x[PER];
     if (h > p.n_head) return;
     if (h < p.n_head) {
-        rope_head<PER>(p, p.q + (size_t)t * p.q_stride + (size_t)h * n, p.q_norm, n, t, x);
+        rope_head<PER>(p, p.q + (size_t)t * p.q_stride + (size_t)h * n, p.q_norm, n, t, x, a.turned);
         UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < n)
             p.q16[((size_t)t * p.n_head + h) * n + lane + 32 * j] = clamped_f16(x[j]);
         return;
@@ -6649,7 +6695,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         __syncwarp(); /* the row is normed */
         key = row;
     }
-    rope_head<PER>(p, key, a.bias ? NULL : p.k_norm, n, t, x);
+    rope_head<PER>(p, key, a.bias ? NULL : p.k_norm, n, t, x, a.turned);
     if (a.pooled) {
         UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < n) a.pooled[(size_t)t * p.k_stride + lane + 32 * j] =
             x[j];
@@ -9592,12 +9638,13 @@ static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hy
     a.n_sinkhorn = m->n_sinkhorn;
     a.eps = m->rms_eps;
     a.hc_eps = m->hc_eps;
+    a.hc_write = m->hc_write;
     a.mean = hc && !hc->fn;
     if (hc && hc->fn) {
         a.fn = hc->fn;
         a.base = hc->base;
         a.scale = hc->scale;
-        a.n_row = w ? (int)HC_ROWS : (int)GPU_HC;
+        a.n_row = w ? hc_rows(m) : (int)GPU_HC;
     }
     a.weight = w;
     a.h16 = c->x16[h];
@@ -10110,6 +10157,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
         p.k_norm = layer->k_norm;
     }
     if (layer->kv_a_norm) p.k_norm = layer->kv_a_norm;
+    if (shape.shared_norm) p.shared_norm = layer->k_norm;
     return p;
 }
 
@@ -10496,6 +10544,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.rope.d = width;
     a.bias = layer->index_norm_bias;
     a.bias_eps = shape.index_eps;
+    a.turned = shape.index_last ? width - a.rope.rope : 0;
     a.w_stride = (size_t)r->width[A_IW];
     a.score_scale = shape.index_means ? 1.0f : 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
@@ -12332,30 +12381,22 @@ static struct attn attn_of(const struct model *m) {
     return found;
 }
 
-/* Writes to why, unless that says something already, why the kernels cannot run the attention of layer il. shape: the
- * model's. Layers of grouped-query attention may differ. */
-static void attn_check(const struct model *m, const struct layer *layer, int il, const struct attn &shape, char *why) {
+/* Writes to why, unless that says something already, why the kernels cannot run the attention of layer il. */
+static void attn_check(const struct model *m, const struct layer *layer, int il, char *why) {
     const struct attn *a = &layer->attn;
     const bool mla = layer->mixer == MIXER_MLA, shared = layer->mixer == MIXER_CSA;
     const enum attn_kind kind = mla ? ATTN_MLA : shared ? ATTN_CSA : ATTN_GQA;
     const int rope = layer_rope_dim(m, layer), dk = mla ? a->kv_lora + rope : a->head_k;
     const int dv = mla ? a->kv_lora : a->head_v;
-    struct attn same = *a; /* layers may share the choice of an indexer before them */
-    same.n_index = shape.n_index;
     if (why[0] || !a->n_head) return;
     const int most = kind == ATTN_GQA ? (int)WIDE_MAX : (int)HEAD_MAX;
     if (!attn_find(kind, dk, dv, 0) || (!shared && (a->head_k > most || a->head_v > most)))
         snprintf(why, ERR_MAX,
                  "attention with keys of %d and values of %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,
                  il);
-    else if ((mla || shape.kv_lora) && memcmp(&same, &shape, sizeof shape) != 0)
+    else if (mla && a->window && !attn_windows_latents(dv))
         snprintf(why, ERR_MAX,
-                 "layers with different shapes of latent attention (layer %d) are not supported on a GPU; use --cpu",
-                 il);
-    else if (mla && (a->window || a->has_sinks || layer->qk_norm == QK_NORM_ROWS))
-        snprintf(why, ERR_MAX,
-                 "latent attention with a window, sinks or norms of rows (layer %d) is not supported on a GPU; "
-                 "use --cpu",
+                 "latent attention with a window and latents of %d (layer %d) is not supported on a GPU; use --cpu", dv,
                  il);
     else if (a->top_k && !index_find(a->index_k, false,
                                      kind == ATTN_GQA && !a->index_means ? INDEX_BLOCK
@@ -12406,8 +12447,7 @@ static void delta_check(const struct layer *layer, char *why) {
 
 /* Writes to why (ERR_MAX) why the kernels cannot run this shard with such a cache; nothing if they can. */
 static void shard_check(const struct model *m, enum kv_type kv, char *why) {
-    const struct attn shape = attn_of(m);
-    const int row = m->n_embd > shape.q_lora ? m->n_embd : shape.q_lora;
+    const int row = max(m->n_embd, m->max.q_lora);
     int il;
     if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     else if (row > NORM_MAX)
@@ -12430,7 +12470,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     for (const struct weight *w : {&m->embd, &m->output, &m->hc_head.down, &m->hc_head.up}) matrix_check(w, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if (!layer_convolves(layer)) attn_check(m, layer, m->first_layer + il, shape, why);
+        if (!layer_convolves(layer)) attn_check(m, layer, m->first_layer + il, why);
         delta_check(layer, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);

@@ -909,6 +909,10 @@ static void test_cuda_operations(void) {
                                         "qwen3_next_fp8",
                                         "deepseek_v32",
                                         "glm_moe_dsa_types",
+                                        "hy_v4",
+                                        "hy_v4_nvfp4",
+                                        "dots3_note",
+                                        "dots3_note_nvfp4",
                                         "kimi_linear_nvfp4",
                                         "bailing_hybrid_ct",
                                         "glm5_next_nvfp4",
@@ -1243,7 +1247,7 @@ static void test_cuda_sample(void) {
 
 /* ---- whole models ---- */
 
-/* Whether kernels run a fixture: there are none for other than four streams that are mixed, see test_cuda_refusals. */
+/* Whether kernels run a fixture, see test_cuda_refusals. */
 static bool gpu_runs(const struct model *m) { return !gpu_lacks(m); }
 
 /* A session on a GPU; false after a failed check. */
@@ -2379,23 +2383,13 @@ static void test_cuda_refusals(void) {
                      "hyper-connections with other than four residual streams are not supported on a GPU; use --cpu"),
           "%s", err);
     model_free(&m);
-    const char *const mla[] = {"different shapes of latent attention (layer 1) are",
-                               "latent attention with a window, sinks or norms of rows (layer 0) is",
-                               "latent attention with a window, sinks or norms of rows (layer 0) is"};
     synth_make(&m, &tiny_synths[1], NULL, true);
-    for (int i = 0; i < 3; i++) {
-        struct rank r = {0};
-        struct layer was[2] = {m.layers[0], m.layers[1]};
-        if (i == 0) m.layers[1].attn.n_head = 2;
-        if (i == 1)
-            for (int il = 0; il < model_blocks(&m); il++) m.layers[il].attn.window = 5;
-        if (i == 2) m.layers[0].attn.has_sinks = true;
-        err[0] = 0;
-        CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, mla[i]) && strstr(err, "use --cpu"), "'%s' lacks '%s'",
-              err, mla[i]);
-        m.layers[0] = was[0], m.layers[1] = was[1];
-        for (int il = 0; il < model_blocks(&m); il++) m.layers[il].attn.window = 0;
-    }
+    struct rank latents = {0};
+    m.layers[1].attn.window = 5;
+    err[0] = 0;
+    CHECK(cuda_rank_start(&latents, &m, &o, err) &&
+              strstr(err, "latent attention with a window and latents of 64 (layer 1) is") && strstr(err, "use --cpu"),
+          "%s", err);
     model_free(&m);
     const char *const sparse[] = {"chosen blocks of 8 keys with heads of 64 and 64 (layer 1) is",
                                   "an indexer with keys of 32 (layer 1) is", "an indexer with 65 heads (layer 1) is"};
@@ -2617,6 +2611,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("kimi_k3", &stages, 1, 50);
     layouts_agree("kimi_k3_nvfp4", virtual, 1, 40);
     if (nccl) layouts_agree("kimi_k3_nvfp4", &virtual[3], 1, 40);
+    layouts_agree("hy_v4_nvfp4", virtual, 1, 60);
+    layouts_agree("dots3_note", &stages, 1, 60);
     synth_agrees(&rel_shapes[0], &virtual[0], 50);
     synth_agrees(&rel_shapes[0], &virtual[2], 30);
     synth_agrees(&ngram_shapes[0], &virtual[0], 50);
@@ -2818,7 +2814,8 @@ static void test_cuda_resize(void) {
     } of[] = {
         {"qwen3moe", KV_FP8},     {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16},    {"deepseek_v4", KV_BF16},
         {"deepseek_v41", KV_FP8}, {"glm5_next", KV_BF16},   {"inkling2_loop", KV_FP8},    {"glm4", KV_FP8},
-        {"qwen4_exp", KV_FP8},    {"gemma4", KV_FP8},       {"qwen4_exp_nvfp4", KV_BF16}, {"kimi_k3", KV_FP8}};
+        {"qwen4_exp", KV_FP8},    {"gemma4", KV_FP8},       {"qwen4_exp_nvfp4", KV_BF16}, {"kimi_k3", KV_FP8},
+        {"dots3_note", KV_FP8}};
     static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
     for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
         struct model m;
@@ -2986,6 +2983,9 @@ void cuda_test_parallel(void) {
         {"qwen3_5_moe_nvfp4", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
         {"glm_moe_dsa", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
         {"minimax_m3", NULL, 1, 1, KV_BF16, 4, 150, cuda_parallel_open, 64, true, 0},
+        {"hy_v4", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"dots3_note", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, true, 0},
+        {"dots3_note_nvfp4", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
         {"gpt_oss", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
         {"kimi_linear", NULL, 1, 2, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
         {"bailing_hybrid_ct", NULL, 2, 1, KV_FP8, 4, 0, cuda_parallel_open, 0, false, 1},
@@ -3069,17 +3069,39 @@ static void test_cuda_batches(void) {
         const char *name;
         enum kv_type kv;
         const struct layout *layout;
-    } cases[] = {
-        {"qwen3moe_nvfp4", KV_FP8, &one},     {"qwen3moe", KV_BF16, &two},       {"deepseek_v3", KV_FP8, &one},
-        {"kimi_k2", KV_BF16, &two},           {"qwen3_5_moe", KV_FP8, &one},     {"hy_v3", KV_FP8, &one},
-        {"glm4_moe_air", KV_BF16, &one},      {"deepseek_v4", KV_FP8, &one},     {"deepseek_v4_pro", KV_BF16, &two},
-        {"deepseek_v41", KV_FP8, &one},       {"deepseek_v41", KV_BF16, &one},   {"kimi_linear", KV_FP8, &one},
-        {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},      {"nemotron_h_nvfp4", KV_BF16, &one},
-        {"glm5_next", KV_BF16, &one},         {"glm5_next_nvfp4", KV_FP8, &two}, {"inkling2_loop", KV_FP8, &one},
-        {"inkling2_nvfp4", KV_BF16, &one},    {"glm4", KV_BF16, &two},           {"qwen4_exp", KV_FP8, &one},
-        {"qwen4_exp", KV_BF16, &one},         {"qwen4_exp_nvfp4", KV_FP8, &one}, {"gemma4", KV_FP8, &one},
-        {"gemma4_nvfp4", KV_BF16, &one},      {"gemma4_dense", KV_BF16, &two},   {"llama4_nvfp4", KV_FP8, &one},
-        {"arctic_nvfp4", KV_BF16, &two},      {"kimi_k3", KV_FP8, &one},         {"kimi_k3_nvfp4", KV_BF16, &two}};
+    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, &one},
+                 {"qwen3moe", KV_BF16, &two},
+                 {"deepseek_v3", KV_FP8, &one},
+                 {"kimi_k2", KV_BF16, &two},
+                 {"qwen3_5_moe", KV_FP8, &one},
+                 {"hy_v3", KV_FP8, &one},
+                 {"glm4_moe_air", KV_BF16, &one},
+                 {"deepseek_v4", KV_FP8, &one},
+                 {"deepseek_v4_pro", KV_BF16, &two},
+                 {"deepseek_v41", KV_FP8, &one},
+                 {"deepseek_v41", KV_BF16, &one},
+                 {"kimi_linear", KV_FP8, &one},
+                 {"bailing_hybrid_ct", KV_BF16, &two},
+                 {"nemotron_h", KV_FP8, &one},
+                 {"nemotron_h_nvfp4", KV_BF16, &one},
+                 {"glm5_next", KV_BF16, &one},
+                 {"glm5_next_nvfp4", KV_FP8, &two},
+                 {"inkling2_loop", KV_FP8, &one},
+                 {"inkling2_nvfp4", KV_BF16, &one},
+                 {"glm4", KV_BF16, &two},
+                 {"qwen4_exp", KV_FP8, &one},
+                 {"qwen4_exp", KV_BF16, &one},
+                 {"qwen4_exp_nvfp4", KV_FP8, &one},
+                 {"gemma4", KV_FP8, &one},
+                 {"gemma4_nvfp4", KV_BF16, &one},
+                 {"gemma4_dense", KV_BF16, &two},
+                 {"llama4_nvfp4", KV_FP8, &one},
+                 {"arctic_nvfp4", KV_BF16, &two},
+                 {"kimi_k3", KV_FP8, &one},
+                 {"kimi_k3_nvfp4", KV_BF16, &two},
+                 {"hy_v4", KV_FP8, &one},
+                 {"dots3_note", KV_FP8, &one},
+                 {"dots3_note_nvfp4", KV_BF16, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;

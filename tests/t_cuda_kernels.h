@@ -2042,14 +2042,14 @@ static double mla_turned(const float *x, const std::vector<float> &cs, const std
 
 /* Queries into the latent space, and the new rows of the cache. */
 static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope,
-                          float temperature = 0) {
+                          float temperature = 0, bool shared = false) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
     test_cache k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
     test_heads q(n_tok, n_head, d, d, 1), kv(n_tok, 1, key, latent, 0.5);
-    const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(n_tok * rope / 2, 0.7),
-                             sn = random_floats(n_tok * rope / 2, 0.7);
-    gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
+    const std::vector<float> norm = random_floats(latent, 1), shared_norm = random_floats(rope, 1),
+                             cs = random_floats(n_tok * rope / 2, 0.7), sn = random_floats(n_tok * rope / 2, 0.7);
+    gpu_array<float> norm_d(norm), shared_d(shared_norm), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> y((size_t)(n_tok * n_head * key));
     gpu_batch b(pos, n_tok, pos);
     struct mla_query_args p = {};
@@ -2057,7 +2057,7 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q_rope = y, r.kp = k.p,
     r.vp = v.p, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
     r.n_head = n_head, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope, r.eps = 1e-6f;
-    r.temp_scale = temperature, r.temp_length = 3;
+    r.temp_scale = temperature, r.temp_length = 3, r.shared_norm = shared ? shared_d.p : NULL;
     p.w = wk.d, p.n_tok = n_tok;
     k.forget(pos, n_tok), v.forget(pos, n_tok);
     q.d.arrive(), kv.d.arrive();
@@ -2068,9 +2068,11 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
     int rows = 0;
     k.read(pos, n_tok), v.read(pos, n_tok);
     for (int t = 0; t < n_tok; t++) {
-        const float *from = kv.row(t, 0);
+        std::vector<float> from(kv.row(t, 0) + latent, kv.row(t, 0) + key);
         std::vector<double> want;
-        for (int i = 0; i < rope; i++) want.push_back(mla_turned(from + latent, cs, sn, rope, t, i));
+        const double unit = rms_factor(from.data(), rope);
+        for (int i = 0; i < rope && shared; i++) from[(size_t)i] *= (float)(unit * (double)shared_norm[(size_t)i]);
+        for (int i = 0; i < rope; i++) want.push_back(mla_turned(from.data(), cs, sn, rope, t, i));
         rows += !row_near(k.p, &k.value[(size_t)((pos + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
         rows += !row_near(v.p, &v.value[(size_t)((pos + t) * rope)], want);
         const double f = 1 + (double)temperature * log1p((pos + t) / r.temp_length);
@@ -2080,8 +2082,9 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
                         f * (i < latent ? wk.dot(h, i, q.row(t, h))
                                         : mla_turned(q.row(t, h) + nope, cs, sn, rope, t, i - latent)));
     }
-    expect(sum.nmse() <= 1e-6 && !rows, "type %u, %d tokens, %d heads, %d + %d to %d: NMSE %.1e, %d rows are wrong",
-           type, n_tok, n_head, nope, rope, latent, sum.nmse(), rows);
+    expect(sum.nmse() <= 1e-6 && !rows,
+           "type %u, %d tokens, %d heads, %d + %d to %d, shared key normed %d: NMSE %.1e, %d rows are wrong", type,
+           n_tok, n_head, nope, rope, latent, shared, sum.nmse(), rows);
 }
 
 /* Chosen keys: latents of DeepSeek-V3.2, of one and of two row tiles; blocks of MiniMax-M3. Some tokens see all keys. */
@@ -2093,7 +2096,7 @@ static void run_attention_chosen() {
             struct attn_case c = {};
             c.mla = w[0], c.dk = w[1], c.dv = w[2], c.fp8 = kind & 1, c.prefill = kind & 2, c.n_kv = 1, c.size = 1;
             c.group = two ? 30 : 12, c.block = c.mla ? 1 : two ? 64 : 16, c.top_k = c.mla ? 133 : c.prefill ? 128 : 512;
-            c.n_tok = c.prefill ? 17 : 2, c.pos = c.top_k - 1, c.splits = 1, c.sinks = !c.mla && two;
+            c.n_tok = c.prefill ? 17 : 2, c.pos = c.top_k - 1, c.splits = 1, c.sinks = two;
             c.gates = c.mla ? NO_GATES : c.prefill ? Q_GATES : two ? SIGMOID_HEADS : SOFTPLUS_VALUES;
             run_attention(c);
             c.splits = 64, c.top_k = c.prefill ? c.top_k : two ? 960 : 944, c.latents = true;
@@ -2302,6 +2305,8 @@ extern "C" void cuda_test_attention(void) {
         for (int n : {1, 9}) run_mla_query(type, n > 1, n, 1, n > 1 ? 2048 : 2112, type == GGUF_BF16 ? 7936 : 24, 3584);
     for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
         for (int n : {3, 12}) run_mla_query(type, true, n, 2, 64, 256, 64, 0.1f);
+    run_mla_query(GGUF_BF16, false, 3, 2, 48, 1024, 64, 0, true),
+        run_mla_query(GGUF_Q8_0, true, 12, 1, 32, 64, 16, 0, true);
     run_mla_expanded<128>(150, 0, 2, 1), run_mla_expanded<128>(40, 300, 1, 8);
     for (auto &type : matrix_types) run_transpose(type.type);
     run_latents(false), run_latents(true);
@@ -2312,8 +2317,8 @@ extern "C" void cuda_test_attention(void) {
     static const int lens[] = {1, 17, 64, 65, 127, 257, 1009}, decode_toks[] = {1, 2, 3, 5, 16},
                      prefill_toks[] = {17, 33, 70, 130};
     static const int splits[] = {1, 2, 64}, groups[] = {1, 2, 4, 5, 8, 16};
-    static const int widths[][3] = {{0, 32, 32},   {0, 64, 64},   {0, 128, 128}, {0, 256, 256},
-                                    {0, 512, 512}, {1, 576, 512}, {1, 192, 128}, {1, 80, 64}};
+    static const int widths[][3] = {{0, 32, 32},   {0, 64, 64},   {0, 128, 128}, {0, 256, 256},  {0, 512, 512},
+                                    {1, 576, 512}, {1, 192, 128}, {1, 80, 64},   {1, 1088, 1024}};
     run_attention_chosen();
     run_attention_long();
     for (int kind = 0; kind < 4; kind++)
@@ -2365,6 +2370,7 @@ extern "C" void cuda_test_attention(void) {
                     int here = c.n_tok - c.absent;
                     c.pos = len > here && rnd() % 4 ? len - here : 0;
                     c.gates = !c.mla && (c.pos ^ c.n_tok) & 1 ? Q_GATES : NO_GATES;
+                    c.sinks = c.mla && turn % 2;
                     run_attention(c);
                 }
     run_mla_expanded<64>(150, 0, 2, 1), run_mla_expanded<64>(40, 300, 1, 8);
@@ -2484,9 +2490,30 @@ static void run_chunks() {
             }
 }
 
+/* Windows of latents: one split and several, which k_mla_value joins; tiles of rows of several tokens and of one. */
+static void run_latent_windows() {
+    static const int windows[] = {1, 60, 64, 65, 300, 520}, toks[][3] = {{1, 3, 16}, {17, 33, 70}},
+                     groups[] = {1, 5, 20};
+    int turn = 0;
+    for (int kind = 0; kind < 4; kind++)
+        for (int window : windows)
+            for (int splits : {1, 3, 64}) {
+                struct attn_case c = {};
+                c.mla = true, c.dk = 1088, c.dv = 1024, c.n_kv = 1, c.size = 1, c.window = window, c.splits = splits;
+                c.prefill = kind & 1, c.fp8 = kind >> 1, c.n_tok = toks[c.prefill][turn % 3];
+                c.group = groups[(turn / 3 + turn) % 3];
+                while (c.n_tok * c.group > 100) c.group = (c.group + 1) / 2;
+                c.pos = turn % 4 ? (window + (int)(rnd() % 700)) / 64 * 64 - (int)(rnd() % 3) + turn % 2 : 0;
+                c.pos = max(c.pos, 0), c.sinks = turn % 5 > 2, c.several = !c.prefill && turn % 3 == 2;
+                if (turn++ % 2) c.ring = (window - 1 + c.n_tok + 63) / 64 * 64;
+                run_attention(c);
+            }
+}
+
 extern "C" void cuda_test_windows(void) {
     begin_test(14);
     run_chunks();
+    run_latent_windows();
     run_window_bits();
     for (bool each : {false, true}) run_head_gate(each, !each), run_head_gate(each, each);
     static const int windows[] = {1, 5, 63, 64, 65, 129, 200, 300, 520},

@@ -487,6 +487,34 @@ static void prefill_without_chunks(const char *launch, void *args) {
 static void inputs_not_weighted(const char *launch, void *args) {
     change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) { a.weighs_input = false; });
 }
+static void identity_is_mixed(const char *launch, void *args) {
+    change_if<struct hc_args>(launch, "k_hc_norm", args, [](auto &a) { a.n_sinkhorn += !a.n_sinkhorn; });
+}
+static void results_written_twofold(const char *launch, void *args) {
+    change_if<struct hc_args>(launch, "k_hc_norm", args, [](auto &a) { a.hc_write = 2; });
+}
+static void index_rotates_first(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_store", args, [](auto &a) { a.turned = 0; });
+}
+static void latents_without_sinks_in_decode(const char *launch, void *args) {
+    change_if<struct mla_value_args>(launch, "k_mla_value", args, [](auto &a) { a.attn.sinks = NULL; });
+}
+static void latents_without_sinks(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_mla_kernel", args, [](auto &a) { a.sinks = NULL; });
+    change_if<struct attn_args>(launch, "attn_merge", args, [](auto &a) { a.sinks = NULL; });
+}
+static void raw_shared_key_in_decode(const char *launch, void *args) {
+    change_if<struct mla_query_args>(launch, "k_mla_query", args, [](auto &a) { a.rope.shared_norm = NULL; });
+}
+static void raw_shared_key(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_mla", args, [](auto &a) { a.shared_norm = NULL; });
+}
+static void longer_latent_window(const char *launch, void *args) {
+    change_if<struct attn_args>(launch, "attn_mla_kernel", args, [](auto &a) { a.window += a.window > 0; });
+}
+static void windows_joined_as_contexts(const char *launch, void *args) {
+    change_if<struct mla_value_args>(launch, "k_mla_value", args, [](auto &a) { a.attn.window = 0; });
+}
 static void norms_without_biases(const char *launch, void *args) {
     change_if<struct norm_args>(launch, "k_add_norm", args, [](auto &a) { a.bias = NULL; });
 }
@@ -1677,6 +1705,15 @@ static const struct {
                 {"operations", "chunks are windows in prefill", prefill_without_chunks},
                 {"operations", "results of experts are weighted in place of inputs", inputs_not_weighted},
                 {"operations", "norms have no biases", norms_without_biases},
+                {"operations", "streams that are not mixed are", identity_is_mixed},
+                {"operations", "results are written to streams twofold", results_written_twofold},
+                {"operations", "an indexer rotates the first values", index_rotates_first},
+                {"operations", "latents have no sinks in decode", latents_without_sinks_in_decode},
+                {"operations", "latents have no sinks in prefill", latents_without_sinks},
+                {"operations", "the shared key is not normed in decode", raw_shared_key_in_decode},
+                {"operations", "the shared key is not normed in prefill", raw_shared_key},
+                {"windows", "windows of latents are longer by a key", longer_latent_window},
+                {"windows", "splits of a window of latents are joined as a context's", windows_joined_as_contexts},
                 {"operations", "queries of latents grow later in decode", latent_decode_other_growth},
                 {"operations", "queries of latents grow later in prefill", latent_prefill_other_growth},
                 {"pools", "pools have no offsets", pools_without_offsets},

@@ -143,9 +143,9 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to, boo
 }
 
 /* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model;
- * parts 0: the streams' mean; lags: they are read as the half before says. */
+ * parts 0: the streams' mean; lags: they are read as the half before says; mixes: they are mixed. */
 template <int VECS>
-static void run_hc_norm(int n, int parts, bool last, bool lags = false) {
+static void run_hc_norm(int n, int parts, bool last, bool lags = false, bool mixes = true) {
     enum { TOKENS = 2, S = GPU_HC };
     const size_t wide = (size_t)n, stride = lags ? HC_ROWS + 8 : HC_ROWS + 1, at_lag = HC_ROWS + 4;
     const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
@@ -159,8 +159,10 @@ static void run_hc_norm(int n, int parts, bool last, bool lags = false) {
     struct hc_args a = {};
     a.streams = x_d, a.mix = mix, a.mix_stride = stride, a.lag = lags ? mix.p + at_lag : NULL, a.base = base_d;
     a.scale = scale_d, a.sums = sums_d, a.mean = !parts;
-    a.n_row = !parts ? 0 : last ? (int)S : (int)HC_ROWS;
-    a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.hc_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
+    const double eps = mixes ? 1e-6 : 0.05, most = mixes ? 2 : 1.5;
+    a.n_row = !parts ? 0 : last ? (int)S : mixes ? (int)HC_ROWS : 2 * (int)S;
+    a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = mixes ? 20 : 0, a.eps = 1e-6f, a.hc_eps = (float)eps;
+    a.hc_write = (float)most, a.weight = last ? NULL : w_d.p;
     a.h16 = h16, a.h32 = h32, a.x = y;
     sums_d.arrive(), x_d.arrive();
     LAUNCH_PDL(k_hc_norm<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a, parts);
@@ -180,8 +182,8 @@ static void run_hc_norm(int n, int parts, bool last, bool lags = false) {
         }
         const double factor = 1 / sqrt(squares / (S * n) + 1e-6);
         for (size_t k = 0; k < 2 * S; k++)
-            row[k] = (k < S ? 1 : 2) / (1 + exp(-(row[k] * factor * (double)scale[k / S] + (double)base[k]))) +
-                     (k < S ? 1e-6 : 0);
+            row[k] = (k < S ? 1 : most) / (1 + exp(-(row[k] * factor * (double)scale[k / S] + (double)base[k]))) +
+                     (k < S || !mixes ? eps : 0);
         if (!parts) std::fill(row, row + S, 1.0 / S);
         for (size_t i = 0; i < wide; i++)
             for (size_t j = 0; j < S; j++)
@@ -205,10 +207,11 @@ static void run_hc_norm(int n, int parts, bool last, bool lags = false) {
                     for (size_t i = 0; i < S; i++) total += at[i * step];
                     for (size_t i = 0; i < S; i++) at[i * step] /= total;
                 }
+        for (size_t k = 0; k < S * S && !mixes; k++) mixed[k] = k % (S + 1) == 0;
         for (size_t k = 2 * S; k < HC_ROWS && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-4);
     }
-    expect(e.nmse() < 1e-10 && !bad, "streams of %d, sums of %d blocks, last %d, lag %d: NMSE %.1e, %d wrong", n, parts,
-           last, lags, e.nmse(), bad);
+    expect(e.nmse() < 1e-10 && !bad, "streams of %d, sums of %d blocks, last %d, lag %d, mixed %d: NMSE %.1e, %d wrong",
+           n, parts, last, lags, mixes, e.nmse(), bad);
 }
 
 /* Streams of a low rank that a result is written to, or that joined ones replace, and their norms. */
@@ -410,6 +413,8 @@ extern "C" void cuda_test_norms(void) {
     run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true), run_hc_norm<8>(8184, 0, true);
     run_hc_norm<4>(4088, 45, false, true), run_hc_norm<4>(4088, 0, true, true);
     run_hc_norm<8>(8184, 45, false, true), run_hc_norm<8>(8184, 0, true, true);
+    run_hc_norm<4>(2816, 11, false, false, false), run_hc_norm<8>(8184, 45, false, false, false);
+    run_hc_norm<4>(2816, 11, true, false, false);
     for (int kind = 0; kind < 4; kind++) { /* a result, joined streams, neither; a result without norms */
         run_streams_norm<4>(4088, kind % 3 == 0, kind == 1, kind < 3);
         run_streams_norm<8>(8184, kind % 3 == 0, kind == 1, kind < 3);
