@@ -152,6 +152,10 @@ static const struct {
                     {GGUF_F16, "F16"},     {GGUF_F32, "F32"},     {GGUF_FP8, "FP8"}};
 static_assert(sizeof matrix_types / sizeof *matrix_types == GGUF_FORMAT_COUNT, "the tests multiply every format");
 
+/* One for each format that a GPU has. */
+static const enum gguf_type format_types[] = {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16, GGUF_FP8};
+static_assert(sizeof format_types / sizeof *format_types == FMT_COUNT, "the tests multiply every format of a GPU");
+
 static enum weight_format type_format(enum gguf_type type) {
     struct weight w = {};
     w.type = type;
@@ -199,6 +203,20 @@ static void random_row(uint8_t *row, enum gguf_type type, int n, int octaves, fl
     }
 }
 
+/* n BF16 weights of a row that are E4M3 codes times a power of two, one for TILE_COLS columns; their size. The mantissa
+ * of the largest is 1.75 or, where codes of 2^8 have no such, 1.875. */
+static void random_codes(uint16_t *row, int n, float size) {
+    uint32_t codes = 0;
+    float unit = 0;
+    for (int i = 0; i < n; i++) {
+        if (i % TILE_COLS == 0) {
+            codes = rnd() % 2 ? 0x7F : 0x78;
+            unit = rnd() % 16 ? ldexpf(1, ilogbf(size) - 8 - (int)(rnd() % 4)) : 0;
+        }
+        row[i] = bf16_from_f32(e4m3_to_f32((uint8_t)(rnd() % codes | rnd() % 2 << 7)) * unit);
+    }
+}
+
 /* What matrix_upload works with. */
 static struct rank *uploader() {
     static struct cuda c;
@@ -212,7 +230,7 @@ static struct rank *uploader() {
 }
 
 /* n_expert random matrices: as in a file, on the device by the program's own upload, and the values that it has there.
- * Freed in the reverse order of construction. */
+ * FP8 whose rows are not whole blocks is BF16 that a GPU keeps as E4M3. Freed in the reverse order of construction. */
 struct matrix {
     std::vector<uint8_t> raw;
     std::vector<float> scale, bias;
@@ -226,12 +244,16 @@ struct matrix {
     matrix(enum gguf_type type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0,
            float size = 1, int span = 16)
         : scale((size_t)n_expert) {
+        if (type == GGUF_FP8 && n_in % FP8_BLOCK) type = GGUF_BF16, w.exact_fp8 = true;
         n_in = (n_in + type_block(type) - 1) / type_block(type) * type_block(type);
         w.type = type, w.n_in = n_in, w.n_out = n_out, w.n_expert = n_expert;
         w.row_bytes = gguf_row_bytes(type, (size_t)n_in), w.expert_bytes = w.row_bytes * (size_t)n_out;
         raw.resize(w.expert_bytes * (size_t)n_expert);
-        for (int i = 0; i < n_expert * n_out; i++)
-            random_row(&raw[(size_t)i * w.row_bytes], type, n_in, octaves, size, span);
+        for (int i = 0; i < n_expert * n_out; i++) {
+            uint8_t *row = &raw[(size_t)i * w.row_bytes];
+            if (w.exact_fp8) random_codes((uint16_t *)row, n_in, size);
+            else random_row(row, type, n_in, octaves, size, span);
+        }
         for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
         w.bias_stride = n_out + 5; /* as in a shard: rows of biases lie farther apart than they are long */
         for (int i = 0; with_bias && i < n_expert * w.bias_stride; i++) bias.push_back(uniform());
@@ -520,7 +542,7 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"heads", type.type, 0, gated, BATCH, 3, 16, 64, {20}, false, false, false});
             run_gemm({"long rows", type.type, 0, gated, i ? LIST : DENSE, 1, 40, 2112, {70}, true, false, false});
         }
-    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
+    for (enum gguf_type type : format_types)
         for (bool gated : {false, true}) run_gemm_quads(type, false, gated, 328);
     for (enum gguf_type type : {GGUF_NVFP4, GGUF_MXFP4})
         for (int i = 0; fp4 && i < 2; i++) {
@@ -578,7 +600,7 @@ extern "C" void cuda_test_gemm(void) {
                       1 / HIDDEN_SCALE});
         }
     /* the feed-forwards of Inkling 2 and of Nemotron-H, in every instance */
-    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
+    for (enum gguf_type type : format_types)
         for (int a4 = 0; a4 <= (fp4 && type == GGUF_NVFP4); a4++)
             for (enum gemm_mode mode : {DENSE, LIST}) {
                 const bool dense = mode == DENSE;
@@ -604,7 +626,8 @@ extern "C" void cuda_test_upload(void) {
     static const struct {
         int n_out, n_in, octaves;
         float size;
-    } shapes[] = {{1, 8, 0, 1}, {130, 72, 0, 1}, {33, 200, -40, 1e4f}, {40, 328, 60, 3e30f}, {2, 1032, 0, 1}};
+    } shapes[] = {{1, 8, 0, 1},    {130, 72, 0, 1},      {33, 200, -40, 1e4f}, {40, 328, 60, 3e30f},
+                  {2, 1032, 0, 1}, {17, 256, -40, 1e4f}, {24, 384, 60, 3e30f}};
     for (auto &type : matrix_types)
         for (auto &s : shapes) {
             if (type.type == GGUF_F16 && s.size > 6e4f) continue;
@@ -867,7 +890,7 @@ extern "C" void cuda_test_gemv(void) {
             run_gemv(type.type, n, 24, 1088, false);
         }
     run_gemv(GGUF_NVFP4, 8, 40, 1024, true);
-    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) { /* more tiles than a warp has in flight */
+    for (enum gguf_type type : format_types) { /* more tiles than a warp has in flight */
         run_gemv(type, 2, 24, 4096, true), run_gemv(type, 2, 24, 4096, true, true);
         for (int n : {2, 9}) {
             run_gemv(type, n, 24, 4096, false), run_gemv(type, n, 24, 4096, false, true),
@@ -1829,7 +1852,8 @@ static void run_attention(const struct attn_case &c) {
     /* MLA in decode ends with the values that wv_b makes of the latents */
     const bool values = c.mla && !c.prefill && !c.latents;
     const int n_value = c.pos % 2 ? 40 : 144, n_part = (c.dv + 63) / 64;
-    matrix wv(matrix_types[(c.pos + c.n_tok) % 4].type, values ? n_head : 1, values ? n_value : 1, values ? c.dv : 8);
+    matrix wv(format_types[(c.pos + c.n_tok) % FMT_COUNT], values ? n_head : 1, values ? n_value : 1,
+              values ? c.dv : 8);
     gpu_array<float> parts((size_t)(n_part * c.n_tok * n_head * n_value));
     gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
     if (values) a.out = NULL;
@@ -2121,11 +2145,11 @@ static void run_attention_long() {
         }
     struct attn_case c = {};
     c.mla = true, c.n_kv = c.group = 1, c.size = 1, c.splits = SPLITS_MAX, c.dk = 80, c.dv = 64, c.block = 1;
-    for (int kind = 0; kind < 6; kind++) { /* wv_b of all formats, for up to 8 tokens and for more */
+    for (int kind = 0; kind < 2 * FMT_COUNT; kind++) { /* wv_b of all formats, for up to 8 tokens and for more */
         c.fp8 = kind & 1, c.n_tok = kind & 1 ? 16 : 1, c.top_k = 0;
-        c.pos = 15300 + (kind / 2 + (kind > 1) - c.n_tok) % 4;
+        c.pos = 15300 + (kind / 2 - c.n_tok) % FMT_COUNT;
         run_attention(c);
-        c.top_k = 300, c.pos = 400 + c.pos % 4;
+        c.top_k = 300, c.pos = 400 + c.pos % FMT_COUNT;
         run_attention(c);
     }
     for (int kind = 0; kind < 12; kind++) {
@@ -2186,6 +2210,10 @@ static void run_attention_forms() {
             c.n_tok = 70, c.pos = 200, c.prefill = true, c.window = two ? 90 : 0, c.ring = two ? 192 : 0;
             c.gates = two ? Q_GATES : NO_GATES, c.group = 3, c.splits = two ? 1 : 64;
             run_attention(c);
+            if (!two) continue;
+            c.chunked = true, c.window = 128;
+            run_attention(c);
+            c.chunked = false;
         }
         c = {};
         c.mla = true, c.fp8 = fp8, c.n_kv = 1, c.dk = 320, c.dv = 256, c.group = two ? 20 : 12, c.size = 1;
@@ -2297,13 +2325,13 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
 
 extern "C" void cuda_test_attention(void) {
     begin_test(6);
-    for (int i = 0; i < 4; i++) {
-        run_mla_query(matrix_types[i].type, i & 1, 1 + 5 * i, 2, 128, 512, 64);
-        run_mla_query(matrix_types[i].type, !(i & 1), 16 - 3 * i, 3, 64 << i % 2, 72, 16);
+    for (int i = 0; i < FMT_COUNT; i++) {
+        run_mla_query(format_types[i], i & 1, 1 + 5 * i, 2, 128, 512, 64);
+        run_mla_query(format_types[i], !(i & 1), 16 - 3 * i, 3, 64 << i % 2, 72, 16);
     }
-    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) /* loops that go round several times */
+    for (enum gguf_type type : format_types) /* loops that go round several times */
         for (int n : {1, 9}) run_mla_query(type, n > 1, n, 1, n > 1 ? 2048 : 2112, type == GGUF_BF16 ? 7936 : 24, 3584);
-    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
+    for (enum gguf_type type : format_types)
         for (int n : {3, 12}) run_mla_query(type, true, n, 2, 64, 256, 64, 0.1f);
     run_mla_query(GGUF_BF16, false, 3, 2, 48, 1024, 64, 0, true),
         run_mla_query(GGUF_Q8_0, true, 12, 1, 32, 64, 16, 0, true);
