@@ -624,13 +624,9 @@ DEVICE uint32_t bf16_codes(const uint16_t *x, uint32_t unit) {
            (uint32_t)f32_to_e4m3x2(bf16_value(x[2]) * f, bf16_value(x[3]) * f) << 16;
 }
 
-/* Reads a weight of an F32, F16, BF16 or FP8 row. */
+/* Reads a weight of an F32, F16 or BF16 row. */
 DEVICE float raw_float(enum gguf_type type, const uint8_t *row, int col) {
     if (type == GGUF_F32) return ((const float *)row)[col];
-    if (type == GGUF_FP8) {
-        const uint8_t *b = raw_fp8(row, col);
-        return e4m3_value(b[4 + col % FP8_BLOCK]) * *(const float *)b;
-    }
     uint16_t h = ((const uint16_t *)row)[col];
     return type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
 }
@@ -666,6 +662,10 @@ DEVICE float raw_value(enum gguf_type type, const uint8_t *row, int col) {
     if (type == GGUF_MXFP4) {
         const uint8_t *b = row + col / 32 * 17;
         return e2m1(b[1 + col % 16] >> (col & 16 ? 4 : 0) & 15u) * 0x1p14f * e8m0_value(b[0]);
+    }
+    if (type == GGUF_FP8) {
+        const uint8_t *b = raw_fp8(row, col);
+        return e4m3_value(b[4 + col % FP8_BLOCK]) * *(const float *)b;
     }
     return raw_float(type, row, col);
 }
