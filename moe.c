@@ -213,6 +213,9 @@
 #include <utf8proc.h>
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
+#ifdef MOE_MPI
+#include <mpi.h>
+#endif
 #endif
 
 #include <stddef.h>
@@ -246,7 +249,7 @@ static void temp_remove(void);
 static void message_sanitize(char *s);
 static void status_end(void);
 
-static _Thread_local char rank_label[32]; /* "rank 1 of 4: " in a thread of a process group of several, else "" */
+static _Thread_local char rank_label[96]; /* "rank 1 of 4: " in a thread of a process group of several, else "" */
 static bool ranks_at_work;                /* threads of several ranks run, which may never end: leave by _exit() */
 
 /* Gets the fatal message before it is printed, so that --doctor can finish its report. Must not call die(). */
@@ -254,6 +257,10 @@ static struct {
     void (*run)(void *arg, const char *line);
     void *arg;
 } die_hook;
+
+/* Told of a fatal message before it is printed and after it, so that other processes of the run end, too. Must not call
+ * die(). NULL: there are none. */
+static void (*end_hook)(const char *line, bool printed);
 
 /* Prints a message on a line of its own on stderr, after the name of the program. */
 __attribute__((format(printf, 1, 2))) static void err_message(const char *fmt, ...) {
@@ -282,7 +289,9 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     va_end(ap);
     message_sanitize(line);
     if (die_hook.run && code == EXIT_RUN) die_hook.run(die_hook.arg, line);
+    if (end_hook) end_hook(line, false);
     err_message("%s%s", rank_label, line);
+    if (end_hook) end_hook(line, true);
     if (ranks_at_work) _exit(code);
     exit(code);
 }
@@ -852,6 +861,7 @@ static struct {
     bool quiet;                /* --quiet: notes only answer commands */
     bool simple;               /* --simple-io: no line editor */
     int out_error;             /* errno of the first write to stdout that failed */
+    pid_t lender;              /* the process group that had the terminal before term_borrow; 0: it is not borrowed */
 } term;
 
 /* Fills in_tty to color_err. Called once, at the start. */
@@ -864,6 +874,35 @@ static void term_init(void) {
     term.err_moves = term.err_tty && able;
     term.color_out = term.out_tty && color;
     term.color_err = term.err_tty && color;
+}
+
+/* Takes the terminal of mpirun, of which process 0 has only pipes: it becomes that of the standard streams which are
+ * mpirun's terminal, and its keys send their signals here. Open MPI's mpirun is the parent on its host; MPICH gives its
+ * processes a session without a terminal. */
+static void term_borrow(void) {
+    bool lent[3] = {false};
+    const pid_t group = getpgid(getppid());
+    for (int i = 0; i < 3; i++) {
+        char path[64];
+        struct stat st;
+        snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)getppid(), i);
+        if (stat(path, &st) || !S_ISCHR(st.st_mode)) continue;
+        const int fd = open(path, (i ? O_WRONLY : O_RDONLY) | O_NOCTTY | O_CLOEXEC);
+        lent[i] = fd >= 0 && isatty(fd) && tcgetsid(fd) == getsid(0) && dup2(fd, i) == i;
+        if (fd >= 0) close(fd);
+    }
+    term_init();
+    signal(SIGTSTP, SIG_IGN);                            /* the shell would wait for mpirun */
+    if (!lent[1]) term.out_tty = term.color_out = false; /* mpirun's pseudoterminal */
+    if (!lent[0] || tcgetpgrp(0) != group) return;
+    signal(SIGTTOU, SIG_IGN);
+    if (!tcsetpgrp(0, getpgrp())) term.lender = group;
+}
+
+/* Gives a borrowed terminal back. */
+static void term_return(void) {
+    if (term.lender) tcsetpgrp(0, term.lender);
+    term.lender = 0;
 }
 
 /* Restores the mode, the color and the cursor of the terminal. Safe in a signal handler. */
@@ -2206,6 +2245,7 @@ struct model {
     uint64_t file_bytes;        /* of all split files; 0 for synthetic weights */
     bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
     uint64_t hash;              /* identifies the file to saved sessions */
+    char *path, *recipe;        /* its file; or, of synthetic weights, the argument of --synth; NULL: the other it is */
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
@@ -7378,6 +7418,8 @@ static void vocab_close(struct vocab *v);
 /* Frees a model that model_load or synth_make has filled, with its vocabulary and mapping; never a shard. */
 static void model_free(struct model *m) {
     vocab_close(m->vocab);
+    free(m->path);
+    free(m->recipe);
     model_close(m);
 }
 
@@ -7511,6 +7553,7 @@ static int model_open(struct model *m, const char *path, bool header, char *err)
     if ((header ? gguf_open_header : gguf_open)(&m->gguf, path, err, ERR_MAX)) return -1;
     if (model_bind(m, why)) return fail(err, "'%.200s': %s", path, why);
     if (!header) model_advise(m);
+    m->path = xstrdup(path);
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
@@ -11465,13 +11508,414 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
 }
 
 /* ============================================================================================================
+ * Processes
+ *
+ * The processes of a run that mpirun has started, usually one on each host. Process 0 runs the program: it alone has the
+ * terminal, the options and the conversations. The others lend their processors, memory and GPUs: they do what it tells
+ * them (processes_serve). The messages are MPI's. Threads share MPI under one lock, and a thread that waits for a message
+ * polls.
+ *
+ * Once a second each process gives process 0, and process 0 each of them, a sign that it moves or has nothing to do. A
+ * process without a sign for PROCESS_SILENT seconds, or one that says why it ends, ends the run.
+ * ============================================================================================================ */
+
+enum {
+    MAX_PROCESSES = MAX_RANKS,
+    PROCESS_SILENT = 7,     /* seconds without a sign after which a process is lost */
+    PROCESS_PIECE = 1 << 28 /* bytes of a message at most: MPI counts them with int */
+};
+
+/* What a message is for. The index of a rank is added to those that end a list of MAX_RANKS. */
+enum process_tag {
+    TAG_HELLO,                           /* struct process_hello, to process 0 */
+    TAG_HOSTS,                           /* struct process_host of all, from process 0 */
+    TAG_SIGN,                            /* struct process_sign */
+    TAG_TELL,                            /* struct process_tell, from process 0 */
+    TAG_DATA,                            /* what follows a struct process_tell, and answers to it without a rank */
+    TAG_REPLY,                           /* + index: struct rank_reply, to process 0 */
+    TAG_ROWS = TAG_REPLY + MAX_RANKS,    /* + index: rows of an activation slot */
+    TAG_LOGITS = TAG_ROWS + MAX_RANKS,   /* + index: logits, to the root */
+    TAG_GATHER = TAG_LOGITS + MAX_RANKS, /* + index: what the rank contributes to rank_all_gather */
+};
+
+enum sign_kind {
+    SIGN_ALIVE,
+    SIGN_DIED, /* the process ends because of an error: text */
+    SIGN_END   /* from process 0: end */
+};
+
+struct process_sign {
+    enum sign_kind kind;
+    char text[ERR_MAX];
+};
+
+/* What processes tell process 0 of themselves at the start. */
+struct process_hello {
+    char host[64], version[32];
+    uint64_t build; /* a hash of the program */
+};
+
+struct process_host {
+    char name[80]; /* of the host; where several processes are on one, with the process's number */
+    int local;     /* the process's number among those of the host */
+    int processes; /* of the host */
+};
+
+#ifdef MOE_MPI
+typedef MPI_Request process_transfer;
+#else
+typedef int process_transfer;
+#endif
+
+static struct {
+    int n, me; /* processes, this one's number; n 0: the program runs alone */
+    struct process_host host[MAX_PROCESSES];
+    struct process_sign got[MAX_PROCESSES], given[MAX_PROCESSES]; /* signs on their way from and to each process */
+    process_transfer getting[MAX_PROCESSES], giving[MAX_PROCESSES];
+    pthread_mutex_t lock; /* of given and giving */
+    atomic_uint signs;    /* that have come */
+    atomic_int waiting;   /* threads that wait for messages */
+    atomic_bool working;  /* ranks compute: the process gives signs as long as its threads move */
+    atomic_bool leaving;  /* the program ends without an error */
+    atomic_bool told_to_end;
+    pthread_t watch;
+} processes = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* Processors for this process: those that it may use, divided among the processes of the run that are on its host. */
+static int processors_own(void) {
+    return int_max(1, processors() / int_max(1, processes.host[processes.me].processes));
+}
+
+/* Whether the ranks of a session are in several processes. */
+static bool processes_several(void) { return processes.n > 1; }
+
+/* Counts up while a thread waits for a device: a sign of life. */
+static atomic_uint heartbeats;
+
+/* What grows as long as anything in the program moves. */
+struct activity {
+    double ran;    /* seconds that all threads have run on a processor */
+    double queued; /* seconds that the living threads have waited for one; 0 where the kernel does not count them */
+    double events; /* pages and blocks read from disk, heartbeats */
+};
+
+static struct activity program_activity(void) {
+    struct rusage u;
+    uint64_t queued = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    for (const struct dirent *e; tasks && (e = readdir(tasks));) {
+        char path[64], text[64];
+        unsigned long long waited;
+        snprintf(path, sizeof path, "/proc/self/task/%.20s/schedstat", e->d_name);
+        const int fd = e->d_name[0] == '.' ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+        const ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+        if (fd >= 0) close(fd);
+        text[n > 0 ? n : 0] = 0;
+        if (sscanf(text, "%*u %llu", &waited) == 1)
+            queued += waited; /* nanoseconds: running, waiting for a processor */
+    }
+    if (tasks) closedir(tasks);
+    getrusage(RUSAGE_SELF, &u);
+    return (struct activity){
+        (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec),
+        1e-9 * (double)queued, (double)u.ru_majflt + (double)u.ru_inblock + (double)atomic_load(&heartbeats)};
+}
+
+/* Whether something has moved in a second that changed the activity from a to b. A thread with work to do runs or waits
+ * for a processor all the time, so that a busy machine does not make it look stopped. The limits leave out the threads
+ * that only look once a second. */
+static bool activity_moved(struct activity a, struct activity b) {
+    return b.ran - a.ran > 0.05 || b.queued - a.queued > 0.5 || b.events > a.events;
+}
+
+#ifdef MOE_MPI
+static pthread_mutex_t mpi_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Begins to send at most PROCESS_PIECE bytes, which stay as they are until the transfer is done. */
+static process_transfer process_send(int to, int tag, const void *data, size_t bytes) {
+    process_transfer t = MPI_REQUEST_NULL;
+    pthread_mutex_lock(&mpi_lock);
+    MPI_Isend(data, (int)bytes, MPI_BYTE, to, tag, MPI_COMM_WORLD, &t);
+    pthread_mutex_unlock(&mpi_lock);
+    return t;
+}
+
+/* Begins to receive a message of at most so many bytes. */
+static process_transfer process_receive(int from, int tag, void *data, size_t bytes) {
+    process_transfer t = MPI_REQUEST_NULL;
+    pthread_mutex_lock(&mpi_lock);
+    MPI_Irecv(data, (int)bytes, MPI_BYTE, from, tag, MPI_COMM_WORLD, &t);
+    pthread_mutex_unlock(&mpi_lock);
+    return t;
+}
+
+/* Whether n <= MAX_RANKS * MAX_PROCESSES transfers are done. Those with a process whose connection is broken never are: it gives no sign either. */
+static bool process_done(process_transfer *t, int n) {
+    int done = 0;
+    MPI_Status status[MAX_RANKS * MAX_PROCESSES];
+    pthread_mutex_lock(&mpi_lock);
+    const bool ok = MPI_Testall(n, t, &done, status) == MPI_SUCCESS;
+    pthread_mutex_unlock(&mpi_lock);
+    return ok && done;
+}
+
+/* Whether a message is done that may not have been begun. */
+static bool process_ended(process_transfer *t) { return *t == MPI_REQUEST_NULL || process_done(t, 1); }
+#else
+static process_transfer process_send(int to, int tag, const void *data, size_t bytes) {
+    return (void)to, (void)tag, (void)data, (void)bytes, 0;
+}
+static process_transfer process_receive(int from, int tag, void *data, size_t bytes) {
+    return (void)from, (void)tag, (void)data, (void)bytes, 0;
+}
+static bool process_done(process_transfer *t, int n) { return (void)t, (void)n, true; }
+static bool process_ended(process_transfer *t) { return (void)t, true; }
+#endif
+
+/* Waits until n transfers are done. */
+static void process_wait(process_transfer *t, int n) {
+    enum {
+        TURNS = 64,    /* before it lets other threads run */
+        BRIEF = 5,     /* milliseconds before it sleeps */
+        NAP = 50000,   /* nanoseconds, */
+        LONG = 1000000 /* after a second */
+    };
+    const double from = now_seconds();
+    atomic_fetch_add(&processes.waiting, 1);
+    for (int turn = 0; !process_done(t, n); turn += turn < TURNS) {
+        const double waited = turn < TURNS ? 0 : now_seconds() - from;
+        if (turn < TURNS) cpu_relax();
+        else if (waited < 1e-3 * BRIEF) sched_yield();
+        else nanosleep(&(struct timespec){0, waited < 1 ? NAP : LONG}, NULL);
+    }
+    atomic_fetch_sub(&processes.waiting, 1);
+}
+
+/* Sends any number of bytes. */
+static void process_give(int to, int tag, const void *data, size_t bytes) {
+    for (size_t at = 0, n; at < bytes; at += n) {
+        n = bytes - at < PROCESS_PIECE ? bytes - at : PROCESS_PIECE;
+        process_transfer t = process_send(to, tag, (const uint8_t *)data + at, n);
+        process_wait(&t, 1);
+    }
+}
+
+/* Receives what process_give of as many bytes sends. */
+static void process_take(int from, int tag, void *data, size_t bytes) {
+    for (size_t at = 0, n; at < bytes; at += n) {
+        n = bytes - at < PROCESS_PIECE ? bytes - at : PROCESS_PIECE;
+        process_transfer t = process_receive(from, tag, (uint8_t *)data + at, n);
+        process_wait(&t, 1);
+    }
+}
+
+/* Gives process `to` a sign, unless the one before is still on its way: for that it waits `patience` seconds. Returns
+ * whether it is on its way now. */
+static bool process_sign(int to, enum sign_kind kind, const char *text, double patience) {
+    const double until = now_seconds() + patience;
+    pthread_mutex_lock(&processes.lock);
+    bool ready;
+    while (!(ready = process_ended(&processes.giving[to])) && now_seconds() < until)
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    if (ready) {
+        processes.given[to].kind = kind;
+        snprintf(processes.given[to].text, ERR_MAX, "%s", text);
+        processes.giving[to] = process_send(to, TAG_SIGN, &processes.given[to], sizeof processes.given[to]);
+    }
+    pthread_mutex_unlock(&processes.lock);
+    return ready;
+}
+
+/* Waits until a sign has left, for a second at most. */
+static void process_sign_left(int to) {
+    for (int i = 0; i < 1000; i++) {
+        pthread_mutex_lock(&processes.lock);
+        const bool left = process_ended(&processes.giving[to]);
+        pthread_mutex_unlock(&processes.lock);
+        if (left) return;
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
+}
+
+/* The end_hook: an error ends all processes. Process 0 prints it first. The others tell process 0, which prints it for
+ * them; only where nobody listens they print it themselves. */
+static void processes_die(const char *line, bool printed) {
+    if (atomic_load(&processes.leaving)) return;
+    if (processes.me && !printed) {
+        process_sign(0, SIGN_DIED, line, 1);
+        for (int i = 0; i < 300 && !atomic_load(&processes.told_to_end); i++)
+            nanosleep(&(struct timespec){0, 10000000}, NULL);
+        if (atomic_load(&processes.told_to_end)) _exit(EXIT_RUN);
+        snprintf(rank_label, sizeof rank_label, "%.*s: ", (int)sizeof rank_label - 3,
+                 processes.host[processes.me].name);
+    }
+    if (!printed) return;
+    term_return();
+    for (int i = 1; i < processes.n && !processes.me; i++) process_sign(i, SIGN_END, "", 0.2);
+    for (int i = 1; i < processes.n && !processes.me; i++) process_sign_left(i);
+}
+
+/* Takes the sign that process i has given. */
+static void process_signed(int i) {
+    const struct process_sign s = processes.got[i];
+    atomic_fetch_add(&processes.signs, 1);
+    if (s.kind == SIGN_END) {
+        atomic_store(&processes.told_to_end, true);
+        if (!atomic_load(&processes.leaving)) _exit(EXIT_RUN);
+    }
+    if (s.kind == SIGN_DIED) die("%s: %.*s", processes.host[i].name, ERR_MAX - 1, s.text);
+}
+
+/* Gives signs and takes them, until the program leaves. */
+static void *processes_watch(void *arg) {
+    enum { NAP = 20 /* milliseconds */ };
+    struct activity was = program_activity();
+    double last = now_seconds(), given = last, heard[MAX_PROCESSES];
+    const int from = processes.me ? 0 : 1, to = processes.me ? 1 : processes.n; /* those that it hears */
+    (void)arg;
+    for (int i = from; i < to; i++) {
+        heard[i] = last;
+        processes.getting[i] = process_receive(i, TAG_SIGN, &processes.got[i], sizeof processes.got[i]);
+    }
+    while (!atomic_load(&processes.leaving)) {
+        nanosleep(&(struct timespec){0, NAP * 1000000}, NULL);
+        const double now = now_seconds();
+        const bool stopped = now - last > 2; /* the program was suspended */
+        last = now;
+        if (now - given >= 1) {
+            const struct activity is = program_activity();
+            const bool idle = !atomic_load(&processes.working) || atomic_load(&processes.waiting);
+            for (int i = from; i < to && (idle || activity_moved(was, is)); i++) process_sign(i, SIGN_ALIVE, "", 0);
+            given = now;
+            was = is;
+        }
+        for (int i = from; i < to; i++) {
+            if (process_done(&processes.getting[i], 1)) {
+                process_signed(i);
+                processes.getting[i] = process_receive(i, TAG_SIGN, &processes.got[i], sizeof processes.got[i]);
+                heard[i] = now;
+            }
+            if (stopped) heard[i] = now;
+            if (now - heard[i] > PROCESS_SILENT)
+                die("%s gives no sign for %d s: the process was stopped, or the network is down",
+                    processes.host[i].name, PROCESS_SILENT);
+        }
+    }
+    return NULL;
+}
+
+/* A hash of the program's file: processes of one run must be of one build. */
+static uint64_t program_hash(void) {
+    uint64_t h = 0xcbf29ce484222325u, word[512];
+    FILE *f = fopen("/proc/self/exe", "rb");
+    for (size_t n; f && (n = fread(word, 1, sizeof word, f)) > 0;) {
+        memset((uint8_t *)word + n, 0, sizeof word - n);
+        for (size_t i = 0; i < sizeof word / sizeof *word; i++) h = hash_value(h, word[i]);
+    }
+    if (f) fclose(f);
+    return h;
+}
+
+/* Process 0: what the others are. A version or build that differs ends the program. */
+static void processes_meet(const struct process_hello *own) {
+    struct process_hello all[MAX_PROCESSES] = {*own};
+    struct process_host *h = processes.host;
+    for (int i = 1; i < processes.n; i++) process_take(i, TAG_HELLO, &all[i], sizeof all[i]);
+    for (int i = 0; i < processes.n; i++) {
+        for (int k = 0; k < processes.n; k++) {
+            h[i].processes += !strcmp(all[i].host, all[k].host);
+            h[i].local += k < i && !strcmp(all[i].host, all[k].host);
+        }
+        snprintf(h[i].name, sizeof h[i].name, "%.50s", all[i].host);
+        if (h[i].processes > 1) snprintf(h[i].name, sizeof h[i].name, "%.50s (process %d)", all[i].host, i);
+    }
+    for (int i = 1; i < processes.n; i++) {
+        if (strcmp(all[i].version, own->version) != 0)
+            die("%s has version %.30s of moe, %s has %s: all hosts need the same", h[i].name, all[i].version, h->name,
+                own->version);
+        if (all[i].build != own->build)
+            die("%s has another build of moe %s (%016llx) than %s (%016llx): copy the program", h[i].name, own->version,
+                (unsigned long long)all[i].build, h->name, (unsigned long long)own->build);
+    }
+    for (int i = 1; i < processes.n; i++) process_give(i, TAG_HOSTS, processes.host, sizeof processes.host);
+}
+
+/* The number of processes that mpirun or another launcher says it has started; 0: the program was started by itself. */
+static int processes_started(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return atoi(getenv(names[i]));
+    return 0;
+}
+
+#ifdef MOE_MPI
+static void mpi_begin(void) {
+    int given = 0;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &given);
+    if (given < MPI_THREAD_SERIALIZED) die("this MPI cannot be used by several threads, one at a time");
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    MPI_Comm_size(MPI_COMM_WORLD, &processes.n);
+    MPI_Comm_rank(MPI_COMM_WORLD, &processes.me);
+    for (int i = 0; i < MAX_PROCESSES; i++) processes.giving[i] = MPI_REQUEST_NULL;
+}
+static void mpi_end(void) {
+    for (int i = 0; i < processes.n; i++) {
+        if (i == processes.me || (processes.me && i)) continue;
+        MPI_Cancel(&processes.getting[i]);
+        MPI_Wait(&processes.getting[i], MPI_STATUS_IGNORE);
+    }
+    MPI_Finalize();
+}
+#else
+static void mpi_begin(void) {
+    die("mpirun has started %d processes, but this program was built without MPI: install libopenmpi-dev or "
+        "libmpich-dev, and make it again",
+        processes_started());
+}
+static void mpi_end(void) {}
+#endif
+
+/* Joins the processes that mpirun has started. */
+static void processes_begin(void) {
+    struct process_hello own = {.version = MOE_VERSION};
+    if (processes_started() < 2) return;
+    mpi_begin();
+    if (processes.n < 2) {
+        mpi_end();
+        processes.n = 0;
+        return;
+    }
+    if (processes.n > MAX_PROCESSES)
+        die("mpirun has started %d processes; at most %d are supported", processes.n, MAX_PROCESSES);
+    for (int i = 0; i < processes.n; i++) snprintf(processes.host[i].name, sizeof own.host, "process %d", i);
+    end_hook = processes_die;
+    ranks_at_work = true;
+    gethostname(own.host, sizeof own.host - 1);
+    own.build = program_hash();
+    if (pthread_create(&processes.watch, NULL, processes_watch, NULL)) die("cannot start a thread");
+    if (!processes.me) {
+        term_borrow();
+        processes_meet(&own);
+        return;
+    }
+    signal(SIGINT, SIG_IGN); /* process 0 stops its answer */
+    process_give(0, TAG_HELLO, &own, sizeof own);
+    process_take(0, TAG_HOSTS, processes.host, sizeof processes.host);
+}
+
+/* ============================================================================================================
  * Ranks
  *
  * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
  * root rank, the first of the last stage, gathers the logits and works in the caller's thread; every other rank has a
- * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy and read_counts of any
- * rank, and sample, read_tokens and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send
- * and pg_recv only: under one lock, with a watchdog that ends the program when no thread makes progress.
+ * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy, read_counts and
+ * empty_slots of any rank, and sample, read_tokens and read_logits of the root. CPU ranks wait for one another in
+ * stage_barrier, pg_send and pg_recv only: under one lock, with a watchdog that ends the program when no thread makes
+ * progress.
+ *
+ * With several processes each has as many consecutive ranks; process 0 has the last stage's first ones, and with them the
+ * root. The other processes' ranks are stand-ins: they have activation slots, to which stage_share copies what the ranks
+ * give, and operations that ask the process that has the rank (away_ops).
  * ============================================================================================================ */
 
 enum { PG_STALL = 5 /* seconds without progress of any thread after which a waiting rank ends the program */ };
@@ -11520,13 +11964,26 @@ struct rank_call {
     char (*err)[ERR_MAX];      /* (MAX_RANKS) */
 };
 
+/* What a rank of another process answers to a call. */
+struct rank_reply {
+    bool failed;
+    char err[ERR_MAX];
+    struct rates rates;
+    double seconds;
+    /* of struct rank */
+    char name[128], link[224];
+    size_t bytes, kv_bytes, weight_bytes, free_bytes;
+};
+
 /* Does a rank's part of a call. Defined in "Session", because it calls the forward. */
 static void rank_run(struct rank *r, const struct rank_call *call);
 
 struct process_group {
     int n_rank, n_stage, n;                      /* ranks of a stage; stages; n = n_rank * n_stage */
     int root;                                    /* index of the root rank */
-    pthread_t threads[MAX_RANKS];                /* of all ranks but the root */
+    int first, n_here;                           /* this process has ranks first .. first + n_here - 1 */
+    int caller;                                  /* that which works in the caller's thread: the root if it is here */
+    pthread_t threads[MAX_RANKS];                /* of the other ranks that are here */
     struct model *shards;                        /* (n), stage by stage */
     struct rank *ranks;                          /* (n), stage by stage */
     pthread_mutex_t lock;                        /* of all that follows */
@@ -11538,48 +11995,31 @@ struct process_group {
     unsigned turns[MAX_RANKS];                   /* phases of rank_all_gather that it has ended */
     unsigned received[MAX_RANKS];                /* batches that it has received from the stage before */
     unsigned sent[MAX_RANKS];                    /* batches that the stage before has sent to it */
-    unsigned heartbeats;                         /* counts up while a rank waits for a device: a sign of life */
     uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX]; /* what each rank contributes to rank_all_gather */
     bool quit;                                   /* asks the threads to end */
     bool alarm;                                  /* a rank has failed */
 };
 
-/* What grows as long as anything in the program moves. */
-struct activity {
-    double ran;    /* seconds that all threads have run on a processor */
-    double queued; /* seconds that the living threads have waited for one; 0 where the kernel does not count them */
-    double events; /* pages and blocks read from disk, heartbeats */
-};
-
-static struct activity pg_activity(const struct process_group *pg) {
-    struct rusage u;
-    uint64_t queued = 0;
-    DIR *tasks = opendir("/proc/self/task");
-    for (const struct dirent *e; tasks && (e = readdir(tasks));) {
-        char path[64], text[64];
-        unsigned long long waited;
-        snprintf(path, sizeof path, "/proc/self/task/%.20s/schedstat", e->d_name);
-        const int fd = e->d_name[0] == '.' ? -1 : open(path, O_RDONLY | O_CLOEXEC);
-        const ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
-        if (fd >= 0) close(fd);
-        text[n > 0 ? n : 0] = 0;
-        if (sscanf(text, "%*u %llu", &waited) == 1)
-            queued += waited; /* nanoseconds: running, waiting for a processor */
-    }
-    if (tasks) closedir(tasks);
-    getrusage(RUSAGE_SELF, &u);
-    return (struct activity){
-        (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec),
-        1e-9 * (double)queued,
-        (double)u.ru_majflt + (double)u.ru_inblock + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED)};
+/* The process that has rank i of n_stage * n_rank, of which each process has `here`. */
+static int rank_process(int i, int n_rank, int n_stage, int here) {
+    return ((n_stage - 1 - i / n_rank) * n_rank + i % n_rank) / here;
 }
 
-/* Whether something has moved in a second that changed the activity from a to b. A thread with work to do runs or waits
- * for a processor all the time, so that a busy machine does not make it look stopped. The limits leave out the ranks
- * that only wait: each looks once a second. */
-static bool pg_moved(struct activity a, struct activity b) {
-    return b.ran - a.ran > 0.05 || b.queued - a.queued > 0.5 || b.events > a.events;
+static int pg_process(const struct process_group *pg, int i) {
+    return rank_process(i, pg->n_rank, pg->n_stage, pg->n_here);
 }
+
+static bool pg_here(const struct process_group *pg, int i) { return i >= pg->first && i < pg->first + pg->n_here; }
+
+/* The ranks of r's stage that are in this process: their indices. */
+static struct range stage_here(const struct rank *r) {
+    const struct process_group *pg = r->pg;
+    const int stage = r->index - r->m->shard.rank, from = int_max(stage, pg->first);
+    return (struct range){.first = from, .n = int_min(stage + pg->n_rank, pg->first + pg->n_here) - from};
+}
+
+/* Whether r's stage is in several processes. */
+static bool stage_spread(const struct rank *r) { return r->pg && stage_here(r).n < r->m->shard.n_rank; }
 
 /* Waits, with the lock held, until the counters each[first..first+n-1] have reached `want` (modulo 2^32). owner: the
  * rank that advances each[first]; the next counters belong to the next ranks. event: what is awaited, for a message; r:
@@ -11602,8 +12042,9 @@ static void pg_wait_for(struct process_group *pg, const char *event, const struc
         const double now = now_seconds();
         if (now - t < 1) continue;
         const bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
-        const struct activity is = pg_activity(pg);
-        still = still < 0 || stopped || pg_moved(was, is) ? 0 : still + 1;
+        struct activity is = program_activity();
+        if (atomic_load(&processes.waiting)) is.events += atomic_load(&processes.signs); /* who is waited for lives */
+        still = still < 0 || stopped || activity_moved(was, is) ? 0 : still + 1;
         t = now;
         was = is;
         if (still < PG_STALL + !r) continue; /* a rank in an all-reduce knows who is missing: let it report first */
@@ -11623,15 +12064,14 @@ static void pg_advance(struct process_group *pg, unsigned *count) {
     pthread_cond_broadcast(&pg->changed);
 }
 
-/* Waits until all ranks of the stage have called it as often. */
+/* Waits until all ranks of the stage that are in this process have called it as often. */
 static void stage_barrier(struct rank *r) {
     struct process_group *pg = r->pg;
-    const struct shard *shard = &r->m->shard;
-    if (shard->n_rank == 1) return;
+    if (r->m->shard.n_rank == 1) return;
+    const struct range here = stage_here(r);
     pthread_mutex_lock(&pg->lock);
     pg_advance(pg, &pg->arrived[r->index]);
-    pg_wait_for(pg, NULL, r, pg->arrived, r->index - shard->rank, shard->n_rank, r->index - shard->rank,
-                pg->arrived[r->index]);
+    pg_wait_for(pg, NULL, r, pg->arrived, here.first, here.n, here.first, pg->arrived[r->index]);
     pthread_mutex_unlock(&pg->lock);
 }
 
@@ -11685,30 +12125,53 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-/* Runs a call on every rank at once; returns when all have ended it. With ranks on GPUs, Ctrl-Z takes effect only after
- * the call: a kernel would wait for a rank that was stopped before its launch, and a GPU that drives a display ends
- * kernels that run for seconds. Threads that a driver makes during the start inherit the mask. */
+static void pg_tell(struct process_group *pg, const struct rank_call *call);
+static void pg_hear(struct process_group *pg, const struct rank_call *call);
+
+/* Runs a call on every rank at once; returns when all of this process have ended it, and the others' answers have come.
+ * With ranks on GPUs, Ctrl-Z takes effect only after the call: a kernel would wait for a rank that was stopped before its
+ * launch, and a GPU that drives a display ends kernels that run for seconds. Threads that a driver makes during the start
+ * inherit the mask. */
 static void pg_run(struct process_group *pg, struct rank_call call) {
-    const bool hold = pg->n > 1 && (call.kind == RANK_START || pg->ranks[pg->root].cuda);
+    const bool hold = pg->n > 1 && (call.kind == RANK_START || pg->ranks[pg->caller].cuda);
+    const bool tells = pg->n_here < pg->n && !processes.me;
     sigset_t stop, old;
     sigemptyset(&stop);
     sigaddset(&stop, SIGTSTP);
     if (hold) pthread_sigmask(SIG_BLOCK, &stop, &old);
-    if (pg->n > 1) {
+    if (tells) pg_tell(pg, &call);
+    atomic_store(&processes.working, true);
+    if (pg->n_here > 1) {
         pthread_mutex_lock(&pg->lock);
         pg->call = call;
         pg_advance(pg, &pg->calls);
         pthread_mutex_unlock(&pg->lock);
     }
-    pg_name_thread(pg, pg->root);
-    rank_run(&pg->ranks[pg->root], &call);
+    pg_name_thread(pg, pg->caller);
+    rank_run(&pg->ranks[pg->caller], &call);
     rank_label[0] = 0;
-    if (pg->n == 1) return;
-    pthread_mutex_lock(&pg->lock);
-    pg->ended[pg->root]++;
-    pg_wait_for(pg, "the other ranks", NULL, pg->ended, 0, pg->n, 0, pg->calls);
-    pthread_mutex_unlock(&pg->lock);
+    if (pg->n_here > 1) {
+        pthread_mutex_lock(&pg->lock);
+        pg->ended[pg->caller]++;
+        pg_wait_for(pg, "the other ranks", NULL, pg->ended, pg->first, pg->n_here, pg->first, pg->calls);
+        pthread_mutex_unlock(&pg->lock);
+    }
+    if (tells) pg_hear(pg, &call);
+    atomic_store(&processes.working, false);
     if (hold) pthread_sigmask(SIG_SETMASK, &old, NULL);
+}
+
+/* Exchanges what ranks contribute to rank_all_gather with the other processes. */
+static void gather_exchange(struct process_group *pg, size_t bytes) {
+    process_transfer t[MAX_RANKS * MAX_PROCESSES];
+    int n = 0;
+    for (int i = 0; i < pg->n; i++)
+        for (int p = 0; p < processes.n; p++) {
+            if (!pg_here(pg, i) && p == pg_process(pg, i))
+                t[n++] = process_receive(p, TAG_GATHER + i, pg->gathered[i], bytes);
+            if (pg_here(pg, i) && p != processes.me) t[n++] = process_send(p, TAG_GATHER + i, pg->gathered[i], bytes);
+        }
+    process_wait(t, n);
 }
 
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) {
@@ -11717,20 +12180,24 @@ void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) 
         memcpy(all, mine, bytes);
         return;
     }
-    pthread_mutex_lock(&pg->lock);
-    for (int end = 0; end < 2; end++) { /* all have written; all have read */
-        if (!end) memcpy(pg->gathered[r->index], mine, bytes);
+    const bool spread = pg->n_here < pg->n;
+    for (int phase = 0; phase < 2 + spread; phase++) { /* all have written; with processes, exchanged; all have read */
+        if (phase == 1 && spread && r->index == pg->first) gather_exchange(pg, bytes);
+        pthread_mutex_lock(&pg->lock);
+        if (!phase) memcpy(pg->gathered[r->index], mine, bytes);
         pg_advance(pg, &pg->turns[r->index]);
-        pg_wait_for(pg, "an exchange between the ranks", NULL, pg->turns, 0, pg->n, 0, pg->turns[r->index]);
-        for (int i = 0; i < pg->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, pg->gathered[i], bytes);
+        pg_wait_for(pg, "an exchange between the ranks", NULL, pg->turns, pg->first, pg->n_here, pg->first,
+                    pg->turns[r->index]);
+        for (int i = 0; i < pg->n && phase == spread; i++)
+            memcpy((uint8_t *)all + (size_t)i * bytes, pg->gathered[i], bytes);
+        pthread_mutex_unlock(&pg->lock);
     }
-    pthread_mutex_unlock(&pg->lock);
 }
 
 bool rank_heartbeat(struct rank *r, bool failed) {
     struct process_group *pg = r->pg;
     if (!pg) return failed;
-    __atomic_add_fetch(&pg->heartbeats, 1, __ATOMIC_RELAXED);
+    atomic_fetch_add(&heartbeats, 1);
     if (failed) __atomic_store_n(&pg->alarm, true, __ATOMIC_RELEASE);
     return __atomic_load_n(&pg->alarm, __ATOMIC_ACQUIRE);
 }
@@ -11744,6 +12211,9 @@ void rank_note(const char *what) {
     if (!term.quiet || term.dialogue) fprintf(stderr, "%s\n", what);
 }
 
+static void away_init(struct rank *r, const struct rank *own);
+static void away_free(struct rank *r);
+
 /* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {
     pg_run(pg, (struct rank_call){.kind = RANK_CLOSE});
@@ -11752,51 +12222,64 @@ static void pg_close(struct process_group *pg) {
     pthread_cond_broadcast(&pg->changed);
     pthread_mutex_unlock(&pg->lock);
     for (int i = 0; i < pg->n; i++)
-        if (i != pg->root) pthread_join(pg->threads[i], NULL);
-    for (int i = 0; i < pg->n; i++) shard_free(&pg->shards[i]);
+        if (pg_here(pg, i) && i != pg->caller) pthread_join(pg->threads[i], NULL);
+    for (int i = 0; i < pg->n; i++) {
+        if (!pg_here(pg, i)) away_free(&pg->ranks[i]);
+        shard_free(&pg->shards[i]);
+    }
     pthread_mutex_destroy(&pg->lock);
     pthread_cond_destroy(&pg->changed);
     free(pg->shards);
     free(pg->ranks);
     memset(pg, 0, sizeof *pg);
-    ranks_at_work = false;
+    ranks_at_work = processes_several();
 }
 
-/* Starts n_stage * n_rank <= MAX_RANKS ranks of the model. 0, or -1 with the message of the first that failed. */
-static int pg_open(struct process_group *pg, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                   const void *opts, char *err) {
-    struct pg_start t = {.start = start, .opts = opts};
+/* Prepares n_stage * n_rank <= MAX_RANKS ranks of the model, and threads for those that this process has. */
+static void pg_prepare(struct process_group *pg, const struct model *m, int n_rank, int n_stage) {
     pthread_condattr_t attr;
     sigset_t old;
+    const int n = n_rank * n_stage, here = processes_several() ? n / processes.n : n;
     memset(pg, 0, sizeof *pg);
     pg->n_rank = n_rank;
     pg->n_stage = n_stage;
-    pg->n = n_rank * n_stage;
-    pg->root = pg->n - n_rank;
-    size_t n = (size_t)pg->n;
-    pg->shards = xcalloc(n, sizeof *pg->shards);
-    pg->ranks = xcalloc(n, sizeof *pg->ranks);
+    pg->n = n;
+    pg->n_here = here;
+    pg->root = n - n_rank;
+    while (pg_process(pg, pg->first) != processes.me) pg->first += here;
+    pg->caller = pg_here(pg, pg->root) ? pg->root : pg->first;
+    pg->shards = xcalloc((size_t)n, sizeof *pg->shards);
+    pg->ranks = xcalloc((size_t)n, sizeof *pg->ranks);
     pthread_mutex_init(&pg->lock, NULL);
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&pg->changed, &attr);
     pthread_condattr_destroy(&attr);
     signals_block(&old);
-    for (int i = 0; i < pg->n; i++) {
+    for (int i = 0; i < n; i++) {
         shard_model(&pg->shards[i], m, (struct shard){i % n_rank, n_rank, i / n_rank, n_stage});
         pg->ranks[i].pg = pg;
         pg->ranks[i].index = i;
         pg->ranks[i].m = &pg->shards[i];
     }
-    for (int i = 0; i < pg->n; i++)
-        if (i != pg->root && pthread_create(&pg->threads[i], NULL, pg_thread, &pg->ranks[i]))
+    for (int i = pg->first; i < pg->first + here; i++)
+        if (i != pg->caller && pthread_create(&pg->threads[i], NULL, pg_thread, &pg->ranks[i]))
             die("cannot start a thread for rank %d", i);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    ranks_at_work = pg->n > 1;
+    ranks_at_work = n > 1;
+}
+
+/* Starts ranks on all processes. 0, or -1 with the message of the first that failed. */
+static int pg_open(struct process_group *pg, const struct model *m, int n_rank, int n_stage, rank_starter *start,
+                   const void *opts, char *err) {
+    struct pg_start t = {.start = start, .opts = opts};
+    pg_prepare(pg, m, n_rank, n_stage);
     pg_run(pg, (struct rank_call){.kind = RANK_START, .start = &t});
     int bad = -1; /* ranks without a message stopped because another failed */
     for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
+    for (int i = 0; i < pg->n && bad < 0; i++)
+        if (!pg_here(pg, i)) away_init(&pg->ranks[i], &pg->ranks[pg->caller]);
     if (bad < 0) return 0;
     if (pg->n > 1)
         fail(err, "rank %d of %d: %.*s", bad, pg->n, ERR_MAX - 32, *t.err[bad] ? t.err[bad] : "it could not start");
@@ -11924,6 +12407,14 @@ static size_t size_min(size_t a, size_t b) { return a < b ? a : b; }
 /* Row t of an activation slot. */
 static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
 
+/* The rows of a slot, and the bytes of those of the batch; ACT_COUNT: row_sums. */
+static void *slot_rows(const struct rank *r, enum act slot) {
+    return slot == ACT_COUNT ? r->cpu->row_sums : r->act[slot];
+}
+static size_t slot_bytes(const struct rank *r, enum act slot) {
+    return (size_t)r->n_tok * (size_t)(slot == ACT_COUNT ? 2 : r->width[slot]) * sizeof(float);
+}
+
 /* The calling thread's scratch. */
 static void *cpu_scratch(const struct rank *r) {
     return r->cpu->scratch + (size_t)team_me.index * r->cpu->scratch_bytes;
@@ -11986,15 +12477,40 @@ static const uint8_t *store_row(struct store *s, const struct weight *w, int row
 /* How the next half reads the streams of token t (n_hc), where halves lag: the first reads stream 0. */
 static float *hc_lag(const struct rank *r, int t) { return act_row(r, A_MIX, t) + hc_lag_at(r->m); }
 
+/* The slot with the residual, which a stage hands to the next one. */
+static enum act handed_slot(const struct model *m) { return m->n_hc || m->n_res ? A_HC : A_X; }
+
+/* Waits for the input of r, which rank `before` of the stage before has computed. */
+static void stage_receive(struct rank *r, struct rank *before) {
+    const int from = pg_process(r->pg, before->index), tag = TAG_ROWS + before->index;
+    if (pg_here(r->pg, before->index)) {
+        pg_recv(r);
+        return;
+    }
+    process_take(from, tag, slot_rows(before, handed_slot(r->m)), slot_bytes(r, handed_slot(r->m)));
+    if (r->m->family->lagging_streams) process_take(from, tag, slot_rows(before, A_MIX), slot_bytes(r, A_MIX));
+}
+
+/* Hands the output of r to rank `next` of the next stage. */
+static void stage_send(struct rank *r, struct rank *next) {
+    const int to = pg_process(r->pg, next->index), tag = TAG_ROWS + r->index;
+    if (pg_here(r->pg, next->index)) {
+        pg_send(next);
+        return;
+    }
+    process_give(to, tag, slot_rows(r, handed_slot(r->m)), slot_bytes(r, handed_slot(r->m)));
+    if (r->m->family->lagging_streams) process_give(to, tag, slot_rows(r, A_MIX), slot_bytes(r, A_MIX));
+}
+
 static void cpu_embed(struct rank *r, const struct step *s) {
     const struct weight *w = s->w[0];
     const bool on_disk = r->cpu->store && is_table(r->m, w->data);
     const enum act x = s->out[0];
-    const struct rank *before = pg_neighbor(r, -1);
+    struct rank *before = pg_neighbor(r, -1);
     const float scale = (w->scale ? w->scale[0] : 1.0f) * (r->m->embd_scale > 0 ? r->m->embd_scale : 1.0f);
     if (team_leads()) {
         r->n_all_reduce = 0;
-        if (before) pg_recv(r);
+        if (before) stage_receive(r, before);
     }
     if (before) team_barrier();
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
@@ -12009,7 +12525,7 @@ static void cpu_embed(struct rank *r, const struct step *s) {
             }
         }
         if (before) {
-            const enum act handed = r->m->n_hc || r->m->n_res ? A_HC : x;
+            const enum act handed = handed_slot(r->m);
             memcpy(act_row(r, handed, t), act_row(before, handed, t), (size_t)r->width[handed] * sizeof *row);
             if (r->m->family->lagging_streams)
                 memcpy(hc_lag(r, t), hc_lag(before, t), (size_t)r->m->n_hc * sizeof *row);
@@ -12048,7 +12564,7 @@ static void norm_rows(struct rank *r, enum act x, const float *w, enum act out) 
     op_end(0, "norm");
 }
 
-/* A barrier for all threads of all ranks of the stage. */
+/* A barrier for all threads of the stage's ranks in this process. */
 static void stage_team_barrier(struct rank *r) {
     if (r->m->shard.n_rank == 1) return;
     if (!team_arrive()) return;
@@ -12056,11 +12572,42 @@ static void stage_team_barrier(struct rank *r) {
     team_release();
 }
 
+/* Sends the rows of a slot of the stage's ranks to the other processes that have ranks of it, and receives theirs. */
+static void stage_exchange(struct rank *r, enum act slot) {
+    const struct process_group *pg = r->pg;
+    const int stage = r->index - r->m->shard.rank;
+    const size_t bytes = slot_bytes(r, slot);
+    process_transfer t[MAX_RANKS * MAX_PROCESSES];
+    int n = 0;
+    for (int i = stage; i < stage + pg->n_rank; i++)
+        for (int k = stage, last = processes.me; k < stage + pg->n_rank; k++) {
+            const int p = pg_process(pg, k); /* ascending */
+            if (!pg_here(pg, i) && k == i)
+                t[n++] = process_receive(p, TAG_ROWS + i, slot_rows(&pg->ranks[i], slot), bytes);
+            if (pg_here(pg, i) && p != processes.me && p != last)
+                t[n++] = process_send(last = p, TAG_ROWS + i, slot_rows(&pg->ranks[i], slot), bytes);
+        }
+    process_wait(t, n);
+}
+
+/* A barrier for all threads of all ranks of the stage, which then find in a slot of their peers what these have written.
+ * ACT_COUNT: in their row_sums. Until the next stage_team_barrier nobody writes to it. */
+static void stage_share(struct rank *r, enum act slot) {
+    if (r->m->shard.n_rank == 1) return;
+    if (!team_arrive()) return;
+    stage_barrier(r);
+    if (stage_spread(r)) {
+        if (r->index == stage_here(r).first) stage_exchange(r, slot);
+        stage_barrier(r);
+    }
+    team_release();
+}
+
 /* Reads the deltas of the stage's ranks in their own memory, between two barriers. */
 static void all_reduce_add_norm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     int n_rank = r->m->shard.n_rank, n = r->width[x];
     if (team_leads()) r->n_all_reduce++;
-    stage_team_barrier(r);
+    stage_share(r, delta);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         float *a = act_row(r, x, t), *d[MAX_RANKS];
         for (int k = 0; k < n_rank; k++) d[k] = act_row(rank_peer(r, k), delta, t);
@@ -12089,7 +12636,8 @@ static void cpu_add_result(struct rank *r, const struct step *s) {
     const int n = r->width[s->x];
     const bool parts = s->in[1] != ACT_COUNT;
     if (team_leads()) r->n_all_reduce += 1u + parts;
-    stage_team_barrier(r);
+    stage_share(r, s->in[0]);
+    if (parts) stage_share(r, s->in[1]);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         float *sum = act_row(r, A_H, t), *x = act_row(r, s->x, t);
         result_sum(r, s->in[0], t, sum, n);
@@ -12184,7 +12732,7 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     const bool mean = hc && !hc->fn, lags = m->family->lagging_streams;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
-        stage_team_barrier(r);
+        stage_share(r, delta);
         for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
             const int from = i % parts * COLUMNS, some = int_min(COLUMNS, n_embd - from);
             for (int j = 0; j < k && delta == A_JOINED; j++) hc_set(r, i / parts, j, from, some);
@@ -12222,7 +12770,7 @@ static void streams_add(struct rank *r, enum act delta, const float *norm, enum 
     const int hc = m->n_hc, n_embd = m->n_embd, n_rank = m->shard.n_rank;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
-        stage_team_barrier(r);
+        stage_share(r, delta);
     }
     for (int i = team_first(r->n_tok * hc); i >= 0; i = team_next()) {
         const int t = i / hc, j = i % hc;
@@ -12256,7 +12804,7 @@ static void cpu_last_reduce(struct rank *r, const struct step *s) {
     else if (r->m->hc_low) streams_add(r, s->partial, NULL, s->x);
     else if (s->hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
     else if (s->partial != ACT_COUNT) all_reduce_add_norm(r, s->x, s->partial, NULL, s->x);
-    if (next && team_leads()) pg_send(next);
+    if (next && team_leads()) stage_send(r, next);
 }
 
 /* in[0] = norm(input) if the step has a norm; without one the partial sums are added alone. See STEP_OPS. */
@@ -13181,7 +13729,7 @@ static void cpu_qk_norm_rows(struct rank *r, const struct step *s) {
     const float *norm[2] = {layer->q_norm, layer->k_norm};
     for (int t = n_rank > 1 ? team_first(r->n_tok) : -1; t >= 0; t = team_next())
         for (int i = 0; i < 2; i++) r->cpu->row_sums[2 * t + i] = row_sum(r, il, i, x[i], t);
-    stage_team_barrier(r);
+    stage_share(r, ACT_COUNT);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         for (int i = 0; i < 2; i++) {
             float sum = n_rank > 1 ? 0 : row_sum(r, il, i, x[i], t), *row = act_row(r, x[i], t);
@@ -14137,7 +14685,7 @@ static void blocks_add(struct rank *r, enum act partial, int il, bool ffn) {
     const int n_embd = r->m->n_embd, parts = ceil_by(n_embd, BLOCK_COLUMNS), n_rank = r->m->shard.n_rank;
     const struct step half = {.il = il, .ffn = ffn};
     if (team_leads()) r->n_all_reduce++;
-    stage_team_barrier(r);
+    stage_share(r, partial);
     for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
         const int t = i / parts, from = i % parts * BLOCK_COLUMNS, n = int_min(BLOCK_COLUMNS, n_embd - from);
         float *sum = act_row(r, A_H, t) + from;
@@ -15698,7 +16246,7 @@ static void latent_norm(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const int n = layer->n_latent, n_rank = r->m->shard.n_rank;
     if (team_leads()) r->n_all_reduce++;
-    stage_team_barrier(r);
+    stage_share(r, A_LATENT_SUM);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         float *x = act_row(r, A_LATENT, t);
         memcpy(x, act_row(rank_peer(r, 0), A_LATENT_SUM, t), (size_t)n * sizeof *x);
@@ -15830,8 +16378,24 @@ static void logits_body(void *arg) {
     op_end_matrix("output", a->w);
 }
 
+/* Sends the rank's part of n rows of logits to the root, or where r is the root receives those of other processes. */
+static void logits_gather(struct rank *r, int n) {
+    const struct process_group *pg = r->pg;
+    for (int k = 0; k < (r->index == pg->root ? pg->n_rank : 1); k++) {
+        struct rank *from = r->index == pg->root ? rank_peer(r, k) : r;
+        float *logits = rank_peer(r, 0)->cpu->logits + from->m->first_id;
+        const size_t bytes = (size_t)from->m->output.n_out * sizeof *logits;
+        for (int i = 0; i < n && from != r; i++)
+            process_take(pg_process(pg, from->index), TAG_LOGITS + from->index, logits + (ptrdiff_t)i * r->m->n_vocab,
+                         bytes);
+        for (int i = 0; i < n && !pg_here(pg, pg->root); i++)
+            process_give(0, TAG_LOGITS + r->index, logits + (ptrdiff_t)i * r->m->n_vocab, bytes);
+    }
+}
+
 static void cpu_logits(struct rank *r, const float *norm, const struct weight *w, int first, int n) {
     team_run(r->cpu->team, logits_body, &(struct logit_rows){r, norm, w, first, n});
+    if (stage_spread(r)) logits_gather(r, n);
 }
 
 static const float *cpu_read_logits(struct rank *r, int row) {
@@ -16192,6 +16756,173 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
     r->cpu->norm_parts = cpu_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
     if (in_sum2) r->in_sum2 = cpu_own(r, in_sum2_before(m, model_blocks(m)), sizeof(float));
 }
+
+/* ============================================================================================================
+ * Ranks of other processes
+ *
+ * How process 0 reaches them: what it tells the others, their answers, and the stand-ins for ranks that are elsewhere.
+ * ============================================================================================================ */
+
+enum tell_kind {
+    TELL_OPEN, /* a struct process_open follows: load the model, prepare its ranks, answer with a struct rank_reply */
+    TELL_CALL, /* run the call; ranks answer to some (call_answers) */
+    TELL_COPY, /* copy rows of a cache tensor, which follow or are the answer */
+    TELL_QUIT  /* end */
+};
+
+/* What process 0 tells the others. Of run and ids those of the call are sent. */
+struct process_tell {
+    enum tell_kind kind;
+    struct rank_call call; /* without its pointers */
+    bool chosen;           /* TELL_CALL: ids was NULL */
+    bool in_sum2;          /* and in_sum2 was not */
+    int rank;              /* TELL_COPY: whose tensor, */
+    size_t tensor;         /* its number in rank.caches */
+    size_t first, n;       /* rows */
+    bool data, scale, store;
+    struct run run[DECODE_MAX_TOKENS];
+    int32_t ids[FORWARD_MAX];
+};
+
+static void tell(int to, const struct process_tell *t) {
+    const int n = t->kind == TELL_CALL && t->call.kind == RANK_FORWARD ? t->call.n : 0;
+    process_give(to, TAG_TELL, t, offsetof(struct process_tell, ids) + (size_t)n * sizeof *t->ids);
+}
+
+/* Whether ranks of other processes answer to a call. */
+static bool call_answers(enum rank_call_kind k) {
+    return k == RANK_START || k == RANK_RESIZE || k == RANK_READ_STATS || k == RANK_MEASURE ||
+           k == RANK_TIME_ALL_REDUCE;
+}
+
+/* Tells the other processes to run a call. */
+static void pg_tell(struct process_group *pg, const struct rank_call *call) {
+    static struct process_tell t; /* only process 0 tells, one thing at a time */
+    (void)pg;
+    t.kind = TELL_CALL;
+    t.call = *call;
+    t.chosen = !call->ids;
+    t.in_sum2 = call->in_sum2 != NULL;
+    if (call->kind == RANK_FORWARD) {
+        memcpy(t.run, call->run, (size_t)call->n_run * sizeof *t.run);
+        if (call->ids) memcpy(t.ids, call->ids, (size_t)call->n * sizeof *t.ids);
+    }
+    for (int i = 1; i < processes.n; i++) tell(i, &t);
+}
+
+/* Sends the statistics of rank r to process 0, or receives them. */
+static void stats_move(const struct rank *r, const struct rank_call *call, int from) {
+    const int il = r->m->first_layer;
+    const size_t layer = (size_t)call->whole->n_expert_max * STATS;
+    double *stats = call->stats + (size_t)il * layer;
+    float *sums = call->in_sum2 ? call->in_sum2 + in_sum2_before(call->whole, il) : NULL;
+    const size_t bytes = (size_t)model_blocks(r->m) * layer * sizeof *stats;
+    const size_t more = sums ? in_sum2_before(r->m, model_blocks(r->m)) * sizeof *sums : 0;
+    if (from) {
+        process_take(from, TAG_DATA, stats, bytes);
+        process_take(from, TAG_DATA, sums, more);
+    } else {
+        process_give(0, TAG_DATA, stats, bytes);
+        process_give(0, TAG_DATA, sums, more);
+    }
+}
+
+static void away_layout(struct rank *r, int n_ctx);
+
+/* Receives the answers to a call. */
+static void pg_hear(struct process_group *pg, const struct rank_call *call) {
+    struct rank_reply reply;
+    for (int i = 0; i < pg->n && call_answers(call->kind); i++) {
+        struct rank *r = &pg->ranks[i];
+        const int from = pg_process(pg, i);
+        if (pg_here(pg, i)) continue;
+        process_take(from, TAG_REPLY + i, &reply, sizeof reply);
+        switch (call->kind) {
+        case RANK_START:
+            call->start->failed[i] = reply.failed;
+            if (*reply.err) fail(call->start->err[i], "%s: %.*s", processes.host[from].name, ERR_MAX - 100, reply.err);
+            memcpy(r->name, reply.name, sizeof r->name);
+            r->bytes = reply.bytes;
+            r->kv_bytes = reply.kv_bytes;
+            r->weight_bytes = reply.weight_bytes;
+            r->free_bytes = reply.free_bytes;
+            break;
+        case RANK_RESIZE:
+            call->failed[i] = reply.failed;
+            if (reply.failed) fail(call->err[i], "%s: %.*s", processes.host[from].name, ERR_MAX - 100, reply.err);
+            else away_layout(r, call->n);
+            r->kv_bytes = reply.kv_bytes;
+            break;
+        case RANK_READ_STATS: stats_move(r, call, from); break;
+        case RANK_MEASURE: call->rates[i] = reply.rates; break;
+        default: call->seconds[i] = reply.seconds; break;
+        }
+    }
+}
+
+/* Asks the process that has the rank. */
+static void away_cache_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
+                            float *scale, bool store) {
+    static struct process_tell t;
+    const int to = pg_process(r->pg, r->index);
+    const size_t bytes = data ? n * p->row_bytes : 0, more = scale ? n * cache_scale_bytes(p) : 0;
+    t = (struct process_tell){.kind = TELL_COPY,
+                              .rank = r->index,
+                              .tensor = (size_t)(p - r->caches[0]),
+                              .first = first,
+                              .n = n,
+                              .data = data != NULL,
+                              .scale = scale != NULL,
+                              .store = store};
+    tell(to, &t);
+    if (store) {
+        process_give(to, TAG_DATA, data, bytes);
+        process_give(to, TAG_DATA, scale, more);
+    } else {
+        process_take(to, TAG_DATA, data, bytes);
+        process_take(to, TAG_DATA, scale, more);
+    }
+}
+
+/* No rank has slots where there are several processes. */
+static void away_empty_slots(struct rank *r) { (void)r; }
+static void away_read_counts(struct rank *r, struct expert_counts *counts) { (void)r, (void)counts; }
+
+static const struct ops away_ops = {
+    .cache_copy = away_cache_copy, .empty_slots = away_empty_slots, .read_counts = away_read_counts};
+
+/* Lays the cache tensors of a stand-in out as those of the rank are, without memory. */
+static void away_layout(struct rank *r, int n_ctx) {
+    r->n_ctx = n_ctx;
+    for (int il = 0; il < model_blocks(r->m); il++) {
+        layer_cache(r->m, &r->m->layers[il], r->kv_type, r->caches[il]);
+        for (int u = 0; u < CACHE_USES; u++) {
+            struct cache_tensor p = r->caches[il][u];
+            cache_rows_divide(&p, &r->timelines, (size_t)n_ctx);
+            caches_place(r, il, u, &p);
+        }
+    }
+}
+
+/* Makes r the stand-in of a rank of another process, beside `own` of this one. */
+static void away_init(struct rank *r, const struct rank *own) {
+    const struct model *m = r->m;
+    const size_t n = (size_t)own->chunk;
+    r->ops = &away_ops;
+    r->chunk = own->chunk;
+    r->timelines = own->timelines;
+    r->kv_type = own->kv_type;
+    r->caches = cpu_memory(&r->owned, 2 * (size_t)(timelines_all(&r->timelines) * model_blocks(m)), sizeof *r->caches);
+    away_layout(r, own->n_ctx);
+    if (!own->cpu) return;
+    act_widths(m, r->width);
+    for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_memory(&r->owned, n * (size_t)r->width[a], sizeof(float));
+    r->cpu = cpu_memory(&r->owned, 1, sizeof *r->cpu);
+    r->cpu->row_sums = cpu_memory(&r->owned, 2 * n, sizeof(float));
+    if (rank_is_root(m)) r->cpu->logits = cpu_memory(&r->owned, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
+}
+
+static void away_free(struct rank *r) { cpu_free(&r->owned); }
 
 /* ============================================================================================================
  * Experts for GPUs
@@ -16864,22 +17595,9 @@ static void session_attach(struct session *s, const struct session *first, int t
     session_begin(s, timeline);
 }
 
-/* Makes an empty timeline, the ranks' first, on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a
- * message. */
-static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                        const void *opts, char *err) {
-    struct process_group *pg = xcalloc(1, sizeof *pg);
-    memset(s, 0, sizeof *s);
-    if (pg_open(pg, m, n_rank, n_stage, start, opts, err)) return free(pg), -1;
-    *s = (struct session){.m = m, .pg = pg, .drafts = xmalloc(sizeof *s->drafts)};
-    drafts_reset(s->drafts);
-    session_begin(s, 0);
-    return 0;
-}
-
 struct cpu_options {
     const struct kernels *k;
-    int n_threads, n_ctx; /* of all ranks together; tokens */
+    int n_threads, n_ctx; /* of all ranks of a process together; tokens */
     enum kv_type kv;
     bool stats, in_sum2; /* collect statistics of experts; and sums of squared inputs */
     struct timelines timelines;
@@ -16888,11 +17606,79 @@ struct cpu_options {
 /* The rank_starter of a CPU. */
 static int cpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
     const struct cpu_options *o = opts;
-    const int n = shard->shard.n_rank * shard->shard.n_stage, n_threads = int_max(1, o->n_threads / n);
+    const int n = r->pg->n_here, n_threads = int_max(1, o->n_threads / n);
     (void)err; /* what fails ends the program */
     cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, timelines_for(o->timelines, o->n_ctx), o->kv);
     r->cpu->team = team_start(n_threads, n * n_threads > processors());
     if (o->stats) cpu_stats_init(r, o->in_sum2);
+    return 0;
+}
+
+/* What process 0 tells the others before it opens a session. */
+struct process_open {
+    char path[4096], recipe[1200]; /* as in struct model; empty: NULL */
+    uint64_t hash;
+    int n_mtp, n_rank, n_stage;
+    bool qat, synthetic, gpu, reference; /* reference: the scalar kernels of a CPU */
+    struct cpu_options cpu;              /* n_threads 0: as many as the process's host has for it */
+    struct cuda_options cuda;
+};
+
+/* Prepares the other processes for a session of the model. 0, or -1 with a message. */
+static int processes_open(const struct model *m, int n_rank, int n_stage, rank_starter *start, const void *opts,
+                          char *err) {
+    static struct process_tell t;
+    static struct process_open o;
+    const int n = n_rank * n_stage, each = n / processes.n;
+    int failed = 0;
+    if (n % processes.n || (each % n_rank && n_rank % each))
+        return fail(
+            err,
+            "--tp %d with --pp %d makes %d rank%s, which %d processes cannot share: every process needs as many "
+            "ranks of one stage, or whole stages",
+            n_rank, n_stage, n, n == 1 ? "" : "s", processes.n);
+    t.kind = TELL_OPEN;
+    o = (struct process_open){.hash = m->hash,
+                              .n_mtp = m->n_mtp,
+                              .n_rank = n_rank,
+                              .n_stage = n_stage,
+                              .qat = m->qat,
+                              .synthetic = m->synthetic,
+                              .gpu = start != cpu_rank_start};
+    if ((m->path ? strlen(m->path) : 0) >= sizeof o.path || (m->recipe ? strlen(m->recipe) : 0) >= sizeof o.recipe)
+        return fail(err, "the path of the model is longer than %zu bytes", sizeof o.path - 1);
+    if (m->path) strcpy(o.path, m->path);
+    if (m->recipe) strcpy(o.recipe, m->recipe);
+    if (o.gpu) {
+        o.cuda = *(const struct cuda_options *)opts;
+    } else {
+        o.cpu = *(const struct cpu_options *)opts;
+        o.reference = o.cpu.k == &kernels_ref;
+        if (o.cpu.n_threads == processors_own()) o.cpu.n_threads = 0;
+    }
+    for (int i = 1; i < processes.n; i++) {
+        tell(i, &t);
+        process_give(i, TAG_DATA, &o, sizeof o);
+    }
+    for (int i = 1; i < processes.n; i++) {
+        struct rank_reply reply;
+        process_take(i, TAG_DATA, &reply, sizeof reply);
+        if (reply.failed && !failed++) fail(err, "%s: %.*s", processes.host[i].name, ERR_MAX - 100, reply.err);
+    }
+    return failed ? -1 : 0;
+}
+
+/* Makes an empty timeline, the ranks' first, on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a
+ * message. */
+static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
+                        const void *opts, char *err) {
+    memset(s, 0, sizeof *s);
+    if (processes_several() && processes_open(m, n_rank, n_stage, start, opts, err)) return -1;
+    struct process_group *pg = xcalloc(1, sizeof *pg);
+    if (pg_open(pg, m, n_rank, n_stage, start, opts, err)) return free(pg), -1;
+    *s = (struct session){.m = m, .pg = pg, .drafts = xmalloc(sizeof *s->drafts)};
+    drafts_reset(s->drafts);
+    session_begin(s, 0);
     return 0;
 }
 
@@ -25867,8 +26653,8 @@ static int options_parse(struct settings *s, int argc, char **argv, char *err) {
     return 0;
 }
 
-/* CPU threads: -t, or one per processor. */
-static int settings_threads(const struct settings *s) { return s->threads > 0 ? s->threads : processors(); }
+/* CPU threads of this process: -t, or one per processor that it has. */
+static int settings_threads(const struct settings *s) { return s->threads > 0 ? s->threads : processors_own(); }
 
 /* The value of --gpus: a list of device numbers, "0,1", which may repeat a number; or, for --plan, the description of a
  * machine, "4x96" or "4x96@1792": GPUs, GiB of each and, after the @, GB/s that each reads. */
@@ -32905,24 +33691,29 @@ static bool gpu_wanted(const struct settings *set) {
     return false;
 }
 
-/* Settles --tp and --pp, and on a GPU the device of each rank. */
+/* Settles --tp and --pp, and on a GPU the device of each rank. --gpus lists those of each host. */
 static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]) {
     const struct gpu_list list = gpus_parse(s->gpus);
-    if (!s->pp) s->pp = s->calibrate && !s->tp && list.n ? list.n : 1; /* scores want whole experts */
-    if (!s->tp) s->tp = list.n > s->pp ? list.n / s->pp : 1;
-    const int n = s->tp * s->pp;
+    const int n_process = int_max(1, processes.n), on_host = int_max(1, processes.host[0].processes);
+    const int all = list.n ? list.n * n_process / on_host : n_process; /* ranks, unless told otherwise */
+    if (!s->pp) s->pp = s->calibrate && !s->tp ? all : 1;              /* scores want whole experts */
+    if (!s->tp) s->tp = all > s->pp ? all / s->pp : 1;
+    const int n = s->tp * s->pp, here = int_max(1, n / n_process);
     if (s->calibrate && s->tp > 1) die_usage("--calibrate needs whole experts on every rank: use --pp instead of --tp");
     if (n > MAX_RANKS)
         die_usage("--tp %d with --pp %d makes %d ranks; at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
-    if (list.n && list.n != n)
-        die_usage("--gpus %s lists %d GPU%s; --tp %d with --pp %d needs %d", s->gpus, list.n, list.n == 1 ? "" : "s",
-                  s->tp, s->pp, n);
+    if (list.n && all != n)
+        die_usage("--gpus %s lists %d GPU%s; --tp %d with --pp %d needs %d%s", s->gpus, list.n, list.n == 1 ? "" : "s",
+                  s->tp, s->pp, here * on_host, n_process > 1 ? " on each host" : "");
     if (s->profile && n > 1) die_usage("--profile works only with a single rank, found %d: give --tp 1 --pp 1", n);
     const int most = stage_starts(m);
     if (s->pp > most)
         die_usage("--pp %d: the model has only %d layer%s%s", s->pp, most, most == 1 ? "" : "s",
                   most < m->n_layer ? " that a stage may begin with" : "");
-    for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
+    for (int i = 0; i < n; i++) {
+        const int at = i % here + here * processes.host[rank_process(i, s->tp, s->pp, here) % MAX_PROCESSES].local;
+        gpu[i] = list.n ? list.device[at % list.n] : at;
+    }
 }
 
 /* Whether every two of these GPUs write to each other's memory, and faster than to the host's. */
@@ -33261,6 +34052,7 @@ static void synth_load(struct engine *e, bool synthetic) {
     if (set->shard) synth_shard(&y, set->shard);
     y.sizes = (set->info || set->plan) && !set->model;
     synth_make(&e->model, &y, set->model, y.sizes || (synthetic && !set->model));
+    e->model.recipe = xstrdup(set->synth);
 }
 
 /* Loads the model of -m or --synth, without a session. */
@@ -33293,6 +34085,179 @@ static void engine_close(struct engine *e) {
     store_close(e->store);
     arrfree(e->stem);
     model_free(&e->model);
+}
+
+/* ============================================================================================================
+ * Engine of other processes
+ *
+ * What processes other than process 0 do: models and ranks as process 0 tells them to have.
+ * ============================================================================================================ */
+
+struct served {
+    struct model model;
+    struct process_group pg;
+    struct process_open open;
+    bool loaded, ready; /* the model is; the ranks are */
+};
+
+/* Loads the model that process 0 has. 0, or -1 with a message. */
+static int serve_load(struct served *s, char *err) {
+    const struct process_open *o = &s->open;
+    struct model *m = &s->model;
+    if (*o->recipe) {
+        const struct synth y = synth_parse(o->recipe);
+        synth_make(m, &y, NULL, o->synthetic);
+    } else if (model_load(m, o->path, err)) return -1;
+    s->loaded = true;
+    if (m->hash != o->hash)
+        return fail(err, "'%.200s' has the hash %016llx, on %s it has %016llx: copy the model", o->path,
+                    (unsigned long long)m->hash, processes.host[0].name, (unsigned long long)o->hash);
+    m->n_mtp = o->n_mtp;
+    m->qat = o->qat;
+    if (o->gpu) find_exact_fp8(m);
+    if (m->file_bytes) model_prefetch(m);
+    return 0;
+}
+
+static void serve_close(struct served *s) {
+    if (s->ready) pg_close(&s->pg);
+    if (s->loaded) model_free(&s->model);
+    s->ready = s->loaded = false;
+}
+
+/* TELL_OPEN. */
+static void serve_open(struct served *s) {
+    static struct rank_reply reply;
+    serve_close(s);
+    process_take(0, TAG_DATA, &s->open, sizeof s->open);
+    reply = (struct rank_reply){0};
+    reply.failed = serve_load(s, reply.err) != 0;
+    if (reply.failed) {
+        serve_close(s);
+    } else {
+        struct cpu_options *cpu = &s->open.cpu;
+        cpu->k = s->open.reference ? &kernels_ref : kernels_choose();
+        if (!cpu->n_threads) cpu->n_threads = processors_own();
+        pg_prepare(&s->pg, &s->model, s->open.n_rank, s->open.n_stage);
+        s->ready = true;
+    }
+    process_give(0, TAG_DATA, &reply, sizeof reply);
+}
+
+/* Answers a call for the ranks that are here. */
+static void serve_answer(struct served *s, const struct rank_call *call) {
+    static struct rank_reply reply;
+    for (int i = s->pg.first; i < s->pg.first + s->pg.n_here; i++) {
+        const struct rank *r = &s->pg.ranks[i];
+        reply = (struct rank_reply){
+            .bytes = r->bytes, .kv_bytes = r->kv_bytes, .weight_bytes = r->weight_bytes, .free_bytes = r->free_bytes};
+        snprintf(reply.name, sizeof reply.name, "%.50s: %.70s", processes.host[processes.me].name, r->name);
+        if (call->kind == RANK_START) {
+            reply.failed = call->start->failed[i];
+            memcpy(reply.err, call->start->err[i], ERR_MAX);
+        }
+        if (call->kind == RANK_RESIZE) {
+            reply.failed = call->failed[i];
+            memcpy(reply.err, call->err[i], ERR_MAX);
+        }
+        if (call->kind == RANK_MEASURE) reply.rates = call->rates[i];
+        if (call->kind == RANK_TIME_ALL_REDUCE) reply.seconds = call->seconds[i];
+        process_give(0, TAG_REPLY + i, &reply, sizeof reply);
+        if (call->kind == RANK_READ_STATS) stats_move(r, call, 0);
+    }
+}
+
+/* TELL_CALL. */
+static void serve_call(struct served *s, const struct process_tell *t) {
+    static char err[MAX_RANKS][ERR_MAX];
+    struct rank_call call = t->call;
+    struct pg_start start = {.start = s->open.gpu ? cuda_rank_start : cpu_rank_start,
+                             .opts = s->open.gpu ? (const void *)&s->open.cuda : &s->open.cpu};
+    struct rates rates[MAX_RANKS] = {{0}};
+    double seconds[MAX_RANKS] = {0};
+    bool failed[MAX_RANKS] = {false};
+    const struct model *m = &s->model;
+    if (!s->ready) return;
+    if (call.kind == RANK_CLOSE) {
+        serve_close(s);
+        return;
+    }
+    call.ids = t->chosen ? NULL : t->ids;
+    call.run = t->run;
+    call.start = &start;
+    call.rates = rates;
+    call.seconds = seconds;
+    call.failed = failed;
+    call.err = err;
+    call.whole = m;
+    call.stats = NULL;
+    call.in_sum2 = NULL;
+    if (call.kind == RANK_READ_STATS) {
+        call.stats = xcalloc((size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS, sizeof *call.stats);
+        if (t->in_sum2) call.in_sum2 = xcalloc(in_sum2_before(m, model_blocks(m)), sizeof *call.in_sum2);
+    }
+    pg_run(&s->pg, call);
+    if (call.kind == RANK_START) {
+        bool ok = true;
+        for (int i = 0; i < MAX_RANKS; i++) ok &= !start.failed[i];
+        for (int i = 0; i < s->pg.n && ok; i++)
+            if (!pg_here(&s->pg, i)) away_init(&s->pg.ranks[i], &s->pg.ranks[s->pg.caller]);
+    }
+    if (call_answers(call.kind)) serve_answer(s, &call);
+    free(call.stats);
+    free(call.in_sum2);
+}
+
+/* TELL_COPY. */
+static void serve_copy(struct served *s, const struct process_tell *t) {
+    struct rank *r = &s->pg.ranks[t->rank];
+    const struct cache_tensor *p = r->caches[0] + t->tensor;
+    const size_t bytes = t->data ? t->n * p->row_bytes : 0, more = t->scale ? t->n * cache_scale_bytes(p) : 0;
+    uint8_t *data = t->data ? xmalloc(bytes) : NULL;
+    float *scale = t->scale ? xmalloc(more) : NULL;
+    if (t->store) {
+        process_take(0, TAG_DATA, data, bytes);
+        process_take(0, TAG_DATA, scale, more);
+    }
+    r->ops->cache_copy(r, p, t->first, t->n, data, scale, t->store);
+    if (!t->store) {
+        process_give(0, TAG_DATA, data, bytes);
+        process_give(0, TAG_DATA, scale, more);
+    }
+    free(data);
+    free(scale);
+}
+
+/* Does what process 0 says until the program ends. */
+static void processes_serve(void) {
+    static struct process_tell t;
+    static struct served s;
+    for (;;) {
+        process_transfer x = process_receive(0, TAG_TELL, &t, sizeof t);
+        process_wait(&x, 1);
+        switch (t.kind) {
+        case TELL_OPEN: serve_open(&s); break;
+        case TELL_CALL: serve_call(&s, &t); break;
+        case TELL_COPY: serve_copy(&s, &t); break;
+        case TELL_QUIT: serve_close(&s); return;
+        }
+    }
+}
+
+/* Leaves the run without an error: process 0 after it has told the others to. */
+static void processes_end(void) {
+    static const struct process_tell quit = {.kind = TELL_QUIT};
+    if (!processes_several()) return;
+    term_return();
+    for (int i = 1; i < processes.n && !processes.me; i++) tell(i, &quit);
+    atomic_store(&processes.leaving, true);
+    pthread_join(processes.watch, NULL);
+    alarm(PROCESS_SILENT); /* a process that does not come ends the others */
+    mpi_end();
+    alarm(0);
+    processes.n = 0;
+    end_hook = NULL;
+    ranks_at_work = false;
 }
 
 /* ============================================================================================================
@@ -36336,6 +37301,12 @@ int moe_main(int argc, char **argv) {
     program_init();
     term_init();
     signals_install();
+    processes_begin();
+    if (processes.me) {
+        processes_serve();
+        processes_end();
+        return EXIT_OK;
+    }
     settings_init(&set);
     if (options_parse(&set, argc, argv, err)) die_usage("%s", err);
     settings_terminal(&set);
@@ -36347,6 +37318,7 @@ int moe_main(int argc, char **argv) {
     settings_free(&set);
     out_flush();
     if (term.out_error) die("cannot write to stdout: %s", strerror(term.out_error));
+    processes_end();
     return code;
 }
 
