@@ -11521,7 +11521,7 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
 
 enum {
     MAX_PROCESSES = MAX_RANKS,
-    PROCESS_SILENT = 7,     /* seconds without a sign after which a process is lost */
+    PROCESS_SILENT = 6,     /* seconds without a sign after which a process is lost */
     PROCESS_PIECE = 1 << 28 /* bytes of a message at most: MPI counts them with int */
 };
 
@@ -11578,6 +11578,7 @@ static struct {
     atomic_bool working;  /* ranks compute: the process gives signs as long as its threads move */
     atomic_bool leaving;  /* the program ends without an error */
     atomic_bool told_to_end;
+    atomic_bool lost; /* a process that this one hears gives no sign */
     pthread_t watch;
 } processes = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -11737,13 +11738,30 @@ static void process_sign_left(int to) {
     }
 }
 
+/* Ends the parent, which is mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's
+ * mpirun needs a second SIGTERM then, and its daemon does not end by that. */
+static void launcher_end(void) {
+    char path[64], name[32] = "";
+    snprintf(path, sizeof path, "/proc/%d/comm", (int)getppid());
+    FILE *f = fopen(path, "r");
+    if (!f || !fgets(name, sizeof name, f)) name[0] = 0;
+    if (f) fclose(f);
+    const bool hard = !strcmp(name, "orted\n") || !strcmp(name, "prted\n");
+    signal(SIGTERM, SIG_IGN);
+    for (int i = 0; i < 2 && getppid() > 1; i++) {
+        kill(getppid(), hard ? SIGKILL : SIGTERM);
+        nanosleep(&(struct timespec){0, 300000000}, NULL);
+    }
+}
+
 /* The end_hook: an error ends all processes. Process 0 prints it first. The others tell process 0, which prints it for
  * them; only where nobody listens they print it themselves. */
 static void processes_die(const char *line, bool printed) {
     if (atomic_load(&processes.leaving)) return;
     if (processes.me && !printed) {
-        process_sign(0, SIGN_DIED, line, 1);
-        for (int i = 0; i < 300 && !atomic_load(&processes.told_to_end); i++)
+        const bool listens = !atomic_load(&processes.lost);
+        if (listens) process_sign(0, SIGN_DIED, line, 1);
+        for (int i = 0; listens && i < 300 && !atomic_load(&processes.told_to_end); i++)
             nanosleep(&(struct timespec){0, 10000000}, NULL);
         if (atomic_load(&processes.told_to_end)) _exit(EXIT_RUN);
         snprintf(rank_label, sizeof rank_label, "%.*s: ", (int)sizeof rank_label - 3,
@@ -11751,8 +11769,10 @@ static void processes_die(const char *line, bool printed) {
     }
     if (!printed) return;
     term_return();
+    fflush(stdout);
     for (int i = 1; i < processes.n && !processes.me; i++) process_sign(i, SIGN_END, "", 0.2);
     for (int i = 1; i < processes.n && !processes.me; i++) process_sign_left(i);
+    if (atomic_load(&processes.lost)) launcher_end();
 }
 
 /* Takes the sign that process i has given. */
@@ -11796,9 +11816,10 @@ static void *processes_watch(void *arg) {
                 heard[i] = now;
             }
             if (stopped) heard[i] = now;
-            if (now - heard[i] > PROCESS_SILENT)
-                die("%s gives no sign for %d s: the process was stopped, or the network is down",
-                    processes.host[i].name, PROCESS_SILENT);
+            if (now - heard[i] <= PROCESS_SILENT) continue;
+            atomic_store(&processes.lost, true);
+            die("%s gives no sign for %d s: the process was stopped, or the network is down", processes.host[i].name,
+                PROCESS_SILENT);
         }
     }
     return NULL;
@@ -11899,6 +11920,8 @@ static void processes_begin(void) {
         return;
     }
     signal(SIGINT, SIG_IGN); /* process 0 stops its answer */
+    memset(&term, 0, sizeof term);
+    term.quiet = true;
     process_give(0, TAG_HELLO, &own, sizeof own);
     process_take(0, TAG_HOSTS, processes.host, sizeof processes.host);
 }
