@@ -47,6 +47,11 @@ CUDA_COMMON   = -std=c++17 -O3 --threads 0 -DMOE_CUDA_TARGETS='"$(CUDA_TARGETS)"
 CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCCL_LIBS)
 endif
 
+# MPI where mpicc is and compiles, for ranks on several machines.
+MPICC   ?= mpicc
+MPI      = $(shell echo 'int main(void) { return 0; }' | $(MPICC) -include mpi.h -x c - -o /dev/null >/dev/null 2>&1 && echo yes)
+LINKS_MPI = $(if $(MPI),OMPI_CC='$(CC)' MPICH_CC='$(CC)' $(MPICC) -DMOE_MPI,$(CC))
+
 .DEFAULT_GOAL := all
 .PHONY: all chat sim-chat test test-programs test-cuda test-chips coverage sass mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
 
@@ -73,7 +78,8 @@ build: | $(if $(filter ok,$(DEPS)),,deps)
 
 moe: $(ENGINE) $(if $(NVCC),build/moe_cuda.o) | build
 	$(if $(NVCC),,@echo "no nvcc: building without CUDA")
-	$(CC) $(FLAGS) moe.c $(if $(NVCC),-DMOE_CUDA build/moe_cuda.o) -o $@ $(LIBS) $(CUDA_LIBS)
+	$(if $(MPI),,@echo "no mpicc: building without MPI, for one machine")
+	$(LINKS_MPI) $(FLAGS) moe.c $(if $(NVCC),-DMOE_CUDA build/moe_cuda.o) -o $@ $(LIBS) $(CUDA_LIBS)
 
 build/moe_cuda.o: $(ENGINE) | build
 	@[ -n "$(NVCC)" ] || { echo "$@ wants nvcc"; exit 1; }
@@ -191,7 +197,7 @@ sim-chat: build/moe-sim build/demo.gguf
 	@build/moe-sim -m build/demo.gguf --greedy --tp 2 $(ARGS)
 
 build/moe-sim: moe.c build/moe_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o) build/ptxsim_images.o build/ptxsim_two_gpus.o $(HEADERS)
-	$(CC) $(FLAGS) moe.c -DMOE_CUDA $(filter %.o,$^) -o $@ $(LIBS) -lstdc++ -lpthread
+	$(LINKS_MPI) $(FLAGS) moe.c -DMOE_CUDA $(filter %.o,$^) -o $@ $(LIBS) -lstdc++ -lpthread
 
 ## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code, and their memory traffic
 sass: moe build/test_cuda

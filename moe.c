@@ -3161,6 +3161,15 @@ static inline void rank_batch(struct rank *r, const struct run *run, int n_run) 
     r->cache = run_caches(r, run);
 }
 
+/* Rows of the logits that a peer in r's stage computes when r computes those of `head`: fewer than r has are the ids of
+ * drafts, of which the root has all. */
+static inline int peer_head_rows(const struct rank *r, const struct weight *head, const struct model *peer) {
+    const struct layer *own = &r->m->layers[r->m->n_layer], *theirs = &peer->layers[peer->n_layer];
+    const bool draft = r->pass != PASS_FORWARD;
+    if (head->n_out < (draft ? mtp_head(r->m, own) : &r->m->output)->n_out) return 0;
+    return (draft ? mtp_head(peer, theirs) : &peer->output)->n_out;
+}
+
 /* A layer's routed experts that a rank on a GPU asks the CPU to compute (Experts for GPUs). In pinned memory;
  * kernels of the rank write all but `answered` and y. */
 struct expert_question {
@@ -3226,6 +3235,8 @@ struct host_range {
 /* How the ranks of a session start on GPUs. */
 struct cuda_options {
     int device[MAX_RANKS];      /* the GPU of each rank */
+    uint8_t process[MAX_RANKS]; /* the process of each rank, */
+    uint8_t host[MAX_RANKS];    /* and the number of its host */
     int n_ctx;                  /* tokens; 0: the trained length, or what fits */
     struct timelines timelines; /* of so many tokens each */
     enum allreduce allreduce;
@@ -11521,6 +11532,7 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
 
 enum {
     MAX_PROCESSES = MAX_RANKS,
+    PROCESS_MEET = 9,       /* seconds that the start of MPI may take */
     PROCESS_SILENT = 6,     /* seconds without a sign after which a process is lost */
     PROCESS_PIECE = 1 << 28 /* bytes of a message at most: MPI counts them with int */
 };
@@ -11553,12 +11565,17 @@ struct process_sign {
 struct process_hello {
     char host[64], version[32];
     uint64_t build; /* a hash of the program */
+    int processors;
+    char network[96]; /* see network_facts */
 };
 
 struct process_host {
     char name[80]; /* of the host; where several processes are on one, with the process's number */
+    int number;    /* of the host: that of its first process */
     int local;     /* the process's number among those of the host */
     int processes; /* of the host */
+    int processors;
+    char network[96]; /* what NCCL finds there: see network_facts */
 };
 
 #ifdef MOE_MPI
@@ -11579,6 +11596,7 @@ static struct {
     atomic_bool leaving;  /* the program ends without an error */
     atomic_bool told_to_end;
     atomic_bool lost; /* a process that this one hears gives no sign */
+    atomic_bool met;  /* MPI has begun */
     pthread_t watch;
 } processes = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -11786,13 +11804,31 @@ static void process_signed(int i) {
     if (s.kind == SIGN_DIED) die("%s: %.*s", processes.host[i].name, ERR_MAX - 1, s.text);
 }
 
+/* The number of processes that mpirun or another launcher says it has started; 0: the program was started by itself. */
+static int processes_started(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return atoi(getenv(names[i]));
+    return 0;
+}
+
 /* Gives signs and takes them, until the program leaves. */
 static void *processes_watch(void *arg) {
     enum { NAP = 20 /* milliseconds */ };
+    const double begun = now_seconds();
+    (void)arg;
+    while (!atomic_load(&processes.met)) {
+        nanosleep(&(struct timespec){0, NAP * 1000000}, NULL);
+        if (now_seconds() - begun <= PROCESS_MEET) continue;
+        atomic_store(&processes.lost, true);
+        die("the %d processes that mpirun has started have not met within %d s: one was stopped, or a host cannot "
+            "reach "
+            "another (mpirun --display-map names them)",
+            processes_started(), PROCESS_MEET);
+    }
     struct activity was = program_activity();
     double last = now_seconds(), given = last, heard[MAX_PROCESSES];
     const int from = processes.me ? 0 : 1, to = processes.me ? 1 : processes.n; /* those that it hears */
-    (void)arg;
     for (int i = from; i < to; i++) {
         heard[i] = last;
         processes.getting[i] = process_receive(i, TAG_SIGN, &processes.got[i], sizeof processes.got[i]);
@@ -11825,6 +11861,14 @@ static void *processes_watch(void *arg) {
     return NULL;
 }
 
+/* Lets the process run on all processors: without --bind-to Open MPI's mpirun binds each process to one core. */
+static void processors_free(void) {
+    cpu_set_t all;
+    if (getenv("OMPI_MCA_hwloc_base_binding_policy")) return;
+    memset(&all, 0xff, sizeof all);
+    sched_setaffinity(0, sizeof all, &all);
+}
+
 /* A hash of the program's file: processes of one run must be of one build. */
 static uint64_t program_hash(void) {
     uint64_t h = 0xcbf29ce484222325u, word[512];
@@ -11837,6 +11881,38 @@ static uint64_t program_hash(void) {
     return h;
 }
 
+/* The first line of a file of facts, without its end; "": there is none. */
+static const char *fact_line(char *to, size_t n, const char *path) {
+    FILE *f = fopen(path, "r");
+    if (!f || !fgets(to, (int)n, f)) to[0] = 0;
+    if (f) fclose(f);
+    to[strcspn(to, "\n")] = 0;
+    return to;
+}
+
+/* Describes what carries NCCL's messages to other hosts: InfiniBand or RoCE where a port is up and NCCL_IB_DISABLE does
+ * not forbid it, otherwise TCP sockets. */
+static void network_facts(char *to, size_t size) {
+    const char *off = getenv("NCCL_IB_DISABLE");
+    snprintf(to, size, "no RoCE or InfiniBand: NCCL uses TCP sockets");
+    DIR *dir = opendir("/sys/class/infiniband");
+    for (const struct dirent *e; dir && (e = readdir(dir));) {
+        char path[300], state[64], layer[64], rate[64];
+        if (e->d_name[0] == '.') continue;
+        snprintf(path, sizeof path, "/sys/class/infiniband/%.64s/ports/1/state", e->d_name);
+        if (!strstr(fact_line(state, sizeof state, path), "ACTIVE")) continue;
+        snprintf(path, sizeof path, "/sys/class/infiniband/%.64s/ports/1/link_layer", e->d_name);
+        fact_line(layer, sizeof layer, path);
+        snprintf(path, sizeof path, "/sys/class/infiniband/%.64s/ports/1/rate", e->d_name);
+        fact_line(rate, sizeof rate, path);
+        const bool used = !off || !strcmp(off, "0");
+        snprintf(to, size, "%s %.24s, %.24s%s", !strcmp(layer, "Ethernet") ? "RoCE" : "InfiniBand", e->d_name, rate,
+                 used ? "" : ", which NCCL_IB_DISABLE forbids");
+        break;
+    }
+    if (dir) closedir(dir);
+}
+
 /* Process 0: what the others are. A version or build that differs ends the program. */
 static void processes_meet(const struct process_hello *own) {
     struct process_hello all[MAX_PROCESSES] = {*own};
@@ -11846,7 +11922,10 @@ static void processes_meet(const struct process_hello *own) {
         for (int k = 0; k < processes.n; k++) {
             h[i].processes += !strcmp(all[i].host, all[k].host);
             h[i].local += k < i && !strcmp(all[i].host, all[k].host);
+            if (k <= i && h[i].processes == 1 && !strcmp(all[i].host, all[k].host)) h[i].number = k;
         }
+        h[i].processors = all[i].processors;
+        snprintf(h[i].network, sizeof h[i].network, "%.90s", all[i].network);
         snprintf(h[i].name, sizeof h[i].name, "%.50s", all[i].host);
         if (h[i].processes > 1) snprintf(h[i].name, sizeof h[i].name, "%.50s (process %d)", all[i].host, i);
     }
@@ -11861,22 +11940,29 @@ static void processes_meet(const struct process_hello *own) {
     for (int i = 1; i < processes.n; i++) process_give(i, TAG_HOSTS, processes.host, sizeof processes.host);
 }
 
-/* The number of processes that mpirun or another launcher says it has started; 0: the program was started by itself. */
-static int processes_started(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (getenv(names[i])) return atoi(getenv(names[i]));
-    return 0;
+#ifdef MOE_MPI
+/* The name and version of the library. */
+static const char *mpi_name(char out[64]) {
+    char text[MPI_MAX_LIBRARY_VERSION_STRING];
+    int n;
+    MPI_Get_library_version(text, &n);
+    for (char *p = text; *p; p++)
+        if (*p == '\t') *p = ' ';
+    snprintf(out, 64, "%.*s", (int)(strcspn(text, ",\n") < 60 ? strcspn(text, ",\n") : 60), text);
+    return out;
 }
 
-#ifdef MOE_MPI
 static void mpi_begin(void) {
+    char name[64];
     int given = 0;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &given);
     if (given < MPI_THREAD_SERIALIZED) die("this MPI cannot be used by several threads, one at a time");
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_size(MPI_COMM_WORLD, &processes.n);
     MPI_Comm_rank(MPI_COMM_WORLD, &processes.me);
+    if (processes.n != processes_started())
+        die("mpirun has started %d processes, and this program's MPI (%s) knows of %d: is that another MPI's mpirun?",
+            processes_started(), mpi_name(name), processes.n);
     for (int i = 0; i < MAX_PROCESSES; i++) processes.giving[i] = MPI_REQUEST_NULL;
 }
 static void mpi_end(void) {
@@ -11888,6 +11974,7 @@ static void mpi_end(void) {
     MPI_Finalize();
 }
 #else
+static const char *mpi_name(char out[64]) { return out[0] = 0, out; }
 static void mpi_begin(void) {
     die("mpirun has started %d processes, but this program was built without MPI: install libopenmpi-dev or "
         "libmpich-dev, and make it again",
@@ -11899,21 +11986,24 @@ static void mpi_end(void) {}
 /* Joins the processes that mpirun has started. */
 static void processes_begin(void) {
     struct process_hello own = {.version = MOE_VERSION};
+    if (processes_started() == 1) term_borrow();
     if (processes_started() < 2) return;
-    mpi_begin();
-    if (processes.n < 2) {
-        mpi_end();
-        processes.n = 0;
-        return;
-    }
-    if (processes.n > MAX_PROCESSES)
-        die("mpirun has started %d processes; at most %d are supported", processes.n, MAX_PROCESSES);
-    for (int i = 0; i < processes.n; i++) snprintf(processes.host[i].name, sizeof own.host, "process %d", i);
     end_hook = processes_die;
     ranks_at_work = true;
+    if (pthread_create(&processes.watch, NULL, processes_watch, NULL)) die("cannot start a thread");
+    mpi_begin();
+    if (processes.n > MAX_PROCESSES) {
+        processes.n = 0;
+        if (processes.me) _exit(EXIT_USAGE);
+        die_usage("mpirun has started %d processes; at most %d are supported", processes_started(), MAX_PROCESSES);
+    }
+    processors_free();
+    for (int i = 0; i < processes.n; i++) snprintf(processes.host[i].name, sizeof own.host, "process %d", i);
     gethostname(own.host, sizeof own.host - 1);
     own.build = program_hash();
-    if (pthread_create(&processes.watch, NULL, processes_watch, NULL)) die("cannot start a thread");
+    own.processors = processors();
+    network_facts(own.network, sizeof own.network);
+    atomic_store(&processes.met, true);
     if (!processes.me) {
         term_borrow();
         processes_meet(&own);
@@ -16401,24 +16491,27 @@ static void logits_body(void *arg) {
     op_end_matrix("output", a->w);
 }
 
-/* Sends the rank's part of n rows of logits to the root, or where r is the root receives those of other processes. */
-static void logits_gather(struct rank *r, int n) {
+/* Sends the rank's part of n rows of logits by head w to the root in another process, or receives such parts. */
+static void logits_gather(struct rank *r, const struct weight *w, int n) {
     const struct process_group *pg = r->pg;
-    for (int k = 0; k < (r->index == pg->root ? pg->n_rank : 1); k++) {
-        struct rank *from = r->index == pg->root ? rank_peer(r, k) : r;
-        float *logits = rank_peer(r, 0)->cpu->logits + from->m->first_id;
-        const size_t bytes = (size_t)from->m->output.n_out * sizeof *logits;
-        for (int i = 0; i < n && from != r; i++)
-            process_take(pg_process(pg, from->index), TAG_LOGITS + from->index, logits + (ptrdiff_t)i * r->m->n_vocab,
-                         bytes);
-        for (int i = 0; i < n && !pg_here(pg, pg->root); i++)
-            process_give(0, TAG_LOGITS + r->index, logits + (ptrdiff_t)i * r->m->n_vocab, bytes);
+    const bool here = pg_here(pg, pg->root);
+    float *const logits = rank_peer(r, 0)->cpu->logits;
+    for (int i = 0; i < n && !here; i++)
+        process_give(pg_process(pg, pg->root), TAG_LOGITS + r->index,
+                     logits + (ptrdiff_t)i * r->m->n_vocab + r->m->first_id, (size_t)w->n_out * sizeof *logits);
+    for (int k = 0; k < pg->n_rank && r->index == pg->root; k++) {
+        const struct rank *from = rank_peer(r, k);
+        if (pg_here(pg, from->index)) continue;
+        for (int i = 0; i < n; i++)
+            process_take(pg_process(pg, from->index), TAG_LOGITS + from->index,
+                         logits + (ptrdiff_t)i * r->m->n_vocab + from->m->first_id,
+                         (size_t)peer_head_rows(r, w, from->m) * sizeof *logits);
     }
 }
 
 static void cpu_logits(struct rank *r, const float *norm, const struct weight *w, int first, int n) {
     team_run(r->cpu->team, logits_body, &(struct logit_rows){r, norm, w, first, n});
-    if (stage_spread(r)) logits_gather(r, n);
+    if (stage_spread(r)) logits_gather(r, w, n);
 }
 
 static const float *cpu_read_logits(struct rank *r, int row) {
@@ -17674,6 +17767,7 @@ static int processes_open(const struct model *m, int n_rank, int n_stage, rank_s
     if (m->recipe) strcpy(o.recipe, m->recipe);
     if (o.gpu) {
         o.cuda = *(const struct cuda_options *)opts;
+        o.cuda.progress = NULL;
     } else {
         o.cpu = *(const struct cpu_options *)opts;
         o.reference = o.cpu.k == &kernels_ref;
@@ -25897,8 +25991,9 @@ struct settings {
     int draft_max, draft_min; /* drafts of a round; draft_max -1: unset */
     int vram_reserve;         /* MiB */
     enum fit fit;
-    char *host;    /* see host_parse */
-    int n_cpu_moe; /* see settings_cpu_layers */
+    char *host;         /* see host_parse */
+    char *nodes, *link; /* see machine_parse, link_parse */
+    int n_cpu_moe;      /* see settings_cpu_layers */
     bool cpu_moe;
     int expert_memory; /* MiB; 0: as much as there is */
     enum allreduce allreduce;
@@ -26156,6 +26251,10 @@ static const struct option options[] = {
     {"host", IS_STR(host), .arg = "GIB", .of = "plan",
      .help =
          "host memory for experts, GIB, GIB@GBPS of copies to a GPU, ../GBPS of reads by the CPU, ../GBPS of the disk"},
+    {"nodes", IS_STR(nodes), .arg = "HxGIB@GBPS", .of = "plan",
+     .help = "hosts with a GPU each, joined by a network: their number, memory, and its bandwidth (2x128@273)"},
+    {"link", IS_STR(link), .arg = "GBPS,US", .of = "plan",
+     .help = "the network of --nodes: bandwidth, and the time of a small all-reduce (default: 22,30)"},
     {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
     {"fit", "-fit", IS_CHOICE(fit, fit_names), .rare = true, .arg = "on|off",
      .help = "off: refuse a model that does not fit on the GPUs (default: on, experts stay in memory or on disk)"},
@@ -26688,11 +26787,11 @@ struct gpu_list {
     double gb_per_s;       /* of a description; 0: not given */
 };
 
-/* Parses --gpus; NULL: it was not given. */
-static struct gpu_list gpus_parse(const char *text) {
+/* Parses the value of an option, --gpus or --nodes; NULL: it was not given. */
+static struct gpu_list gpus_parse_as(const char *option, const char *text) {
     struct gpu_list g = {0};
     if (!text) return g;
-    if (!*text) die_usage("--gpus needs at least one number");
+    if (!*text) die_usage("%s needs at least one number", option);
     if (strpbrk(text, "xX*")) {
         static const char *const units[] = {"gib", "gb", "g", ""};
         char plain[48] = ""; /* in lower case, without blanks */
@@ -26710,11 +26809,11 @@ static struct gpu_list gpus_parse(const char *text) {
             p += end;
             skip_word(&p, "gb/s");
         }
-        if (strchr(plain, ',')) die_usage("--gpus %s: GPUs of different sizes cannot be planned", plain);
+        if (strchr(plain, ',')) die_usage("%s %s: GPUs of different sizes cannot be planned", option, plain);
         if (got != 2 + rate || *p || g.n < 1 || g.n > MAX_RANKS || !(g.gib >= 1 && g.gib <= 1e6) ||
             (rate && !(g.gb_per_s >= 1 && g.gb_per_s <= 1e6)))
-            die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", plain,
-                      MAX_RANKS);
+            die_usage("%s %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", option,
+                      plain, MAX_RANKS);
         return g;
     }
     for (const char *p = text; *p;) {
@@ -26729,6 +26828,32 @@ static struct gpu_list gpus_parse(const char *text) {
         p = *end ? end + 1 : end;
     }
     return g;
+}
+
+static struct gpu_list gpus_parse(const char *text) { return gpus_parse_as("--gpus", text); }
+
+/* The machine that --plan is for: --nodes, or --gpus. */
+static struct gpu_list machine_parse(const struct settings *s) {
+    if (!s->nodes) return gpus_parse(s->gpus);
+    if (s->gpus) die_usage("--nodes and --gpus cannot be combined");
+    if (!strpbrk(s->nodes, "xX*"))
+        die_usage("--nodes %s: expected HxGIB or HxGIB@GBPS, hosts and what each has, such as 2x128@273", s->nodes);
+    return gpus_parse_as("--nodes", s->nodes);
+}
+
+/* The network of --nodes. */
+struct link {
+    double rate, small; /* bytes per second; seconds of a small all-reduce, and of a small message */
+};
+
+/* The value of --link: GBPS,US. Assumed where it is not given: 200 GbE with RoCE. */
+static struct link link_parse(const char *text) {
+    double gb = 22, us = 30;
+    int end = 0;
+    if (text && (sscanf(text, "%lf,%lf%n", &gb, &us, &end) != 2 || text[end] || !(gb >= 0.01 && gb <= 1e4) ||
+                 !(us >= 0.1 && us <= 1e6)))
+        die_usage("--link %s: expected GBPS,US: GB/s and microseconds of a small all-reduce, such as 22,30", text);
+    return (struct link){gb * 1e9, us * 1e-6};
 }
 
 /* Layers before this one have no experts on a GPU. */
@@ -31758,6 +31883,8 @@ struct plan {
     const char *read_source;
     double disk_rate; /* and that are read from disk */
     const char *disk_source;
+    struct link link; /* between the devices, each of a host; rate 0: all are of one host */
+    const char *link_source;
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
@@ -31970,9 +32097,29 @@ static int plan_all_reduces(const struct model *m) {
     return n;
 }
 
+/* Seconds of an all-reduce of one token over the ranks of a layout, one of the ways of plan_reduce; between hosts every
+ * rank sends its values to the others. */
+static double plan_reduce_seconds(const struct plan *p, const struct plan_layout *d, int way) {
+    if (d->tp == 1) return 0;
+    if (!(p->link.rate > 0)) return plan_reduce[way];
+    return p->link.small + (d->tp - 1) * 4.0 * p->m->n_embd / p->link.rate;
+}
+
+/* Seconds in which a token's residual goes from host to host, of stages. */
+static double plan_hops(const struct plan *p, const struct plan_layout *d) {
+    if (!(p->link.rate > 0)) return 0;
+    return (d->pp - 1) * (p->link.small + 4.0 * residual_width(p->m) / p->link.rate);
+}
+
+/* Seconds that all-reduces and stages take longer than a forecast of one machine counts, n_reduce all-reduces. */
+static double plan_link_seconds(const struct plan *p, const struct plan_layout *d, int n_reduce) {
+    if (!(p->link.rate > 0)) return 0;
+    return plan_hops(p, d) + (d->tp > 1 ? n_reduce * (plan_reduce_seconds(p, d, 0) - plan_reduce[0]) : 0);
+}
+
 /* Tokens per second at a context if only reads and all-reduces took time. Ranks of a stage read at the same time. */
-static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, double reduce) {
-    double seconds = d->tp > 1 ? plan_all_reduces(p->m) * reduce : 0;
+static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, int way) {
+    double seconds = plan_all_reduces(p->m) * plan_reduce_seconds(p, d, way) + plan_hops(p, d);
     for (int stage = 0; stage < d->pp; stage++) {
         double slowest = 0;
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
@@ -32249,13 +32396,15 @@ static void plan_solve(struct plan *p) {
  * The GPUs or the CPU that a plan is made for, described or found.
  * ============================================================================================================ */
 
-/* The machine that --gpus describes. */
-static void plan_described(struct plan *p, const char *text, int64_t reserve) {
+/* The machine that --gpus describes, or the hosts of --nodes. */
+static void plan_described(struct plan *p, const struct settings *set) {
     /* GiB, GB/s, MiB of L2 (0: weights cannot be requested into it): RTX PRO 6000, RTX 5090, DGX Spark, H100, H200, RTX
      * 5070, 5070 Ti, 3090, RTX 6000 Ada */
     static const double usual[][3] = {{96, 1792, 128}, {32, 1792, 96}, {128, 273, 24}, {80, 3350, 50}, {141, 4800, 50},
                                       {12, 672, 48},   {16, 896, 48},  {24, 936, 0},   {48, 960, 0}};
-    const struct gpu_list g = gpus_parse(text);
+    const struct gpu_list g = machine_parse(set);
+    const char *option = set->nodes ? "--nodes" : "--gpus", *text = set->nodes ? set->nodes : set->gpus;
+    const int64_t reserve = (int64_t)set->vram_reserve << 20;
     const double gib = g.gib;
     const bool given = g.gb_per_s > 0;
     const int n = g.n;
@@ -32268,9 +32417,9 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
     if (gb < 1) {
         char *known = NULL;
         for (size_t i = 0; i < sizeof usual / sizeof *usual; i++) sb_printf(&known, "%s%g", i ? ", " : "", usual[i][0]);
-        die_usage("--gpus %s: the memory bandwidth of a GPU of %g GiB is unknown: give it in GB/s, --gpus %s@GBPS "
-                  "(known are GPUs of %s GiB)",
-                  text, gib, text, sb_cstr(&known));
+        die_usage("%s %s: the memory bandwidth of a GPU of %g GiB is unknown: give it in GB/s, %s %s@GBPS (known are "
+                  "GPUs of %s GiB)",
+                  option, text, gib, option, text, sb_cstr(&known));
     }
     p->n_device = n;
     for (int i = 0; i < n; i++) {
@@ -32281,8 +32430,11 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
         d->source = given ? "given" : "assumed";
         /* 3 % of a card's memory are not reported as free; a CUDA context takes 450 MiB */
         d->usable = (int64_t)(gib * 0x1p30 * 0.97) - ((int64_t)450 << 20) - reserve;
-        snprintf(d->name, sizeof d->name, "GPU of %g GiB", gib);
+        snprintf(d->name, sizeof d->name, "%s of %g GiB", set->nodes ? "host" : "GPU", gib);
     }
+    if (!set->nodes) return;
+    p->link = link_parse(set->link);
+    p->link_source = set->link ? "given" : "assumed";
 }
 
 /* Asks the GPU of rank i, device[i], for its facts, and sets the rank's part of its memory. Returns how many ranks share
@@ -32905,6 +33057,8 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
         sum.beside += slowest.beside;
         sum.kernels += slowest.kernels;
     }
+    const double link = plan_link_seconds(p, d, plan_all_reduces(p->m));
+    sum.seconds += link, sum.beside += link;
     return sum;
 }
 
@@ -32959,7 +33113,8 @@ static double plan_round(const struct plan *p, const struct plan_layout *d, int 
         }
         seconds += slowest;
     }
-    if (d->tp > 1) seconds += plan_all_reduces(p->m) * (n - 1) * 4.0 * p->m->n_embd * plan_reduce_byte;
+    const double byte = p->link.rate > 0 ? (d->tp - 1) / p->link.rate : plan_reduce_byte;
+    if (d->tp > 1) seconds += plan_all_reduces(p->m) * (n - 1) * 4.0 * p->m->n_embd * byte;
     return seconds;
 }
 
@@ -32976,7 +33131,8 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
             if (!m->n_mtp) return best;
             struct launch *list = draft_launches(m, p->offload, p->kv, (size_t)ctx);
             slowest = fmax(slowest, plan_more_experts(p, i, m, k + 1) +
-                                        k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
+                                        k * (forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds +
+                                             plan_link_seconds(p, d, (int)layer_all_reduces(&m->layers[m->n_layer]))));
             arrfree(list);
         }
         const double seconds = d->forecast.seconds + slowest;
@@ -33012,8 +33168,7 @@ static void plan_finish(struct plan *p) {
         d->context = p->offload.n_slot && k == p->chosen ? p->context : plan_context(p, d);
         d->largest[0] = plan_largest(p, d, KV_FP8);
         d->largest[1] = plan_largest(p, d, KV_BF16);
-        for (int j = 0; j < 2; j++)
-            d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, plan_reduce[j]);
+        for (int j = 0; j < 2; j++) d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, j);
         if (!p->cpu) {
             d->forecast = plan_forecast(p, d, d->context ? d->context : p->least, false);
             d->slow = plan_forecast(p, d, d->context ? d->context : p->least, true).seconds;
@@ -33313,7 +33468,11 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     plan_line(text, "GB per token", p->cpu ? "CPU" : "one GPU", &most_row);
     if (p->n_device > 1) plan_line(text, NULL, "all GPUs", &all_row);
     sb_printf(text, "\nroofline    at most %.1f tok/s at this context, from memory bandwidth", d->roofline[0]);
-    if (d->tp > 1)
+    if (p->link.rate > 0)
+        sb_printf(text, "\n            and %d all-reduces and %d hops between hosts, %s %g us and %g GB/s",
+                  d->tp > 1 ? plan_all_reduces(m) : 0, d->pp - 1, p->link_source, p->link.small * 1e6,
+                  p->link.rate * 1e-9);
+    else if (d->tp > 1)
         sb_printf(text, "\n            and %d all-reduces, assumed %g us; %.1f tok/s with NCCL's %g us",
                   plan_all_reduces(m), plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
     sb_printf(text, "\n            (real speed is lower)\n");
@@ -33428,14 +33587,14 @@ static void plan_host(struct plan *p, const struct settings *set) {
     const bool measure = n_cpu && !(h.gib > 0);
     const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available();
     p->offload.n_cpu = n_cpu;
-    p->disk = set->host || !(gpus_parse(set->gpus).gib > 0);
+    p->disk = set->host || !(machine_parse(set).gib > 0);
     p->offload.read_rows = p->disk && !p->cpu && table_lacks_room(p->m, all);
     const uint64_t table = p->cpu || p->offload.read_rows ? 0 : ngram_table_bytes(p->m);
     p->host_memory = (int64_t)(all > table ? all - table : 0);
     if (n_cpu && !plan_store(p, int_max(1, set->pp)))
         die("the experts of %d layers (--n-cpu-moe) need more than %.2f GiB of host memory", n_cpu,
             (double)all / 0x1p30);
-    if (set->fit == FIT_OFF) p->host_memory = 0;
+    if (set->fit == FIT_OFF || set->nodes) p->host_memory = 0; /* several processes have all experts on GPUs */
     p->copy_rate = 1e9 * plan_copies * (h.copies > 0 ? h.copies : PLAN_COPY);
     p->copy_source = h.copies > 0 ? "given" : "assumed";
     p->read_rate = h.reads > 0 ? 1e9 * h.reads : measure ? memory_bandwidth(settings_threads(set)) : 1e9 * PLAN_READ;
@@ -33460,9 +33619,12 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     if (gpu && gpu_lacks(m)) die_usage("%s are not supported on a GPU; use --cpu", gpu_lacks(m));
     plan_host(p, set);
+    if (set->nodes && (set->host || set->n_cpu_moe || set->cpu_moe))
+        die_usage("--nodes has all experts on GPUs: no --host, --n-cpu-moe or --cpu-moe");
+    if (set->link && !set->nodes) die_usage("--link describes the network of --nodes");
     if (set->host && !gpu) die_usage("--host describes a machine with GPUs: it needs --gpus");
     if (!gpu) plan_cpu(p, set);
-    else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
+    else if (machine_parse(set).gib > 0) plan_described(p, set);
     else plan_real(p, set, device, n_device);
     plan_layouts(p, set);
     plan_solve(p);
@@ -33753,16 +33915,31 @@ static bool gpus_close(const int *gpu, int n) {
     return close;
 }
 
+/* Sets the processes and hosts of ranks on GPUs. */
+static void ranks_place(struct cuda_options *o, int n_rank, int n_stage) {
+    const int n = n_rank * n_stage;
+    for (int i = 0; i < n && processes_several(); i++) {
+        o->process[i] = (uint8_t)rank_process(i, n_rank, n_stage, int_max(1, n / processes.n));
+        o->host[i] = (uint8_t)processes.host[o->process[i] % MAX_PROCESSES].number;
+    }
+}
+
 /* Sets NCCL's variables for a workstation where the environment does not: one machine without InfiniBand, buffers that
  * fit PCIe, and peer access wherever gpus_close finds it useful. */
-static void nccl_defaults(const int *gpu, int n, bool verbose) {
+static void nccl_defaults(const struct cuda_options *o, int n, bool verbose) {
+    int gpu[MAX_RANKS], own = 0, hosts = 0; /* the GPUs of this process */
+    for (int i = 0; i < n; i++) {
+        if (o->process[i] == processes.me) gpu[own++] = o->device[i];
+        hosts = int_max(hosts, o->host[i] + 1);
+    }
+
     const struct {
         const char *name, *value;
         bool wanted;
-    } d[] = {{"NCCL_IB_DISABLE", "1", true},
+    } d[] = {{"NCCL_IB_DISABLE", "1", hosts == 1},
              {"NCCL_SHM_DISABLE", "0", true},
              {"NCCL_BUFFSIZE", "4194304", true},
-             {"NCCL_P2P_LEVEL", "SYS", !getenv("NCCL_P2P_LEVEL") && gpus_close(gpu, n)}};
+             {"NCCL_P2P_LEVEL", "SYS", !getenv("NCCL_P2P_LEVEL") && gpus_close(gpu, own)}};
     for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
         const char *given = getenv(d[i].name);
         if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
@@ -33914,9 +34091,16 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
+    ranks_place(&o, set->tp, set->pp);
     if (engine_fit(e, &o, err)) return -1;
+    if (processes_several() && (o.offload.n_slot || o.offload.n_cpu || o.offload.read_rows))
+        return fail(err,
+                    "'%.200s' does not fit on the GPUs, and with several processes all of it must: use more hosts or "
+                    "a smaller -c, or prune it",
+                    e->model.name);
     if (!o.offload.n_slot && !o.offload.read_rows) model_prefetch(&e->model);
-    if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
+    if ((set->tp > 1 || processes_several()) && o.allreduce != ALLREDUCE_ONESHOT)
+        nccl_defaults(&o, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
     session_serve(&e->session, settings_threads(set), e->store);
@@ -34161,6 +34345,8 @@ static void serve_open(struct served *s) {
         struct cpu_options *cpu = &s->open.cpu;
         cpu->k = s->open.reference ? &kernels_ref : kernels_choose();
         if (!cpu->n_threads) cpu->n_threads = processors_own();
+        if (s->open.gpu) setenv("CUDA_MODULE_LOADING", "EAGER", 1); /* see gpu_wanted */
+        if (s->open.gpu) nccl_defaults(&s->open.cuda, s->open.n_rank * s->open.n_stage, false);
         pg_prepare(&s->pg, &s->model, s->open.n_rank, s->open.n_stage);
         s->ready = true;
     }
@@ -36068,8 +36254,6 @@ static void doctor_host(struct doctor *d) {
  * Checks that compute: all-reduces, reading the file, an answer, a fact in a long context, the speed of decoding.
  * ============================================================================================================ */
 
-static void nccl_defaults(const int *gpu, int n, bool verbose);
-
 enum {
     ALLREDUCE_SLOW = 50, /* microseconds of an all-reduce of one token over GPUs, above which a warning is due */
     SPEED_PERCENT = 50,  /* of the roofline, below which decoding is too slow */
@@ -36079,39 +36263,44 @@ enum {
 
 /* ---- all-reduces ---- */
 
-enum { ALLREDUCE_SIZES = 2 };
-static const int all_reduce_tokens[ALLREDUCE_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
-typedef double all_reduce_times[ALLREDUCE_SIZES][2];            /* seconds: one-shot, NCCL; 0: not possible */
+enum { ALLREDUCE_SIZES = 5 };
+static const struct {
+    int tokens; /* of 4,096 floats */
+    const char *name;
+} all_reduce_sizes[ALLREDUCE_SIZES] = {{1, "16 KB"}, {16, "256 KB"}, {64, "1 MB"}, {512, "8 MB"}, {1024, "16 MB"}};
+typedef double all_reduce_times[ALLREDUCE_SIZES][2]; /* seconds: one-shot, NCCL; 0: not possible */
 
 /* Times the all-reduces of the slowest rank. Returns the seconds of one token by the faster way. */
 static double measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
     for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, all_reduce_tokens[i], nccl);
+        for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, all_reduce_sizes[i].tokens, nccl);
     return t[0][0] > 0 && t[0][1] > 0 ? fmin(t[0][0], t[0][1]) : fmax(t[0][0], t[0][1]);
 }
 
 /* Times all-reduces of n ranks on a synthetic model of one layer. */
 static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
-    struct synth y = synth_parse("qwen3-30b-a3b:layers=1,experts=8,vocab_size=1024");
     struct model m = {0};
     struct session s;
     all_reduce_times t;
-    char err[ERR_MAX] = "";
+    char err[ERR_MAX] = "", recipe[200];
     int failed = 0;
-    /* every rank has a shard */
-    synth_set(&y, "attention.head_count", "%d", MAX_RANKS);
-    synth_set(&y, "attention.head_count_kv", "%d", MAX_RANKS);
-    synth_set(&y, "expert_feed_forward_length", "%d", 64 * MAX_RANKS);
+    snprintf(recipe, sizeof recipe,
+             "qwen3-30b-a3b:layers=1,experts=8,vocab_size=1024,embedding_length=4096,attention.head_count=%d,"
+             "attention.head_count_kv=%d,expert_feed_forward_length=%d",
+             MAX_RANKS, MAX_RANKS, 64 * MAX_RANKS); /* every rank has a shard */
+    const struct synth y = synth_parse(recipe);
     synth_make(&m, &y, NULL, true);
+    m.recipe = xstrdup(recipe);
     if (gpu) {
-        struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = d->set->allreduce};
+        struct cuda_options o = {.n_ctx = 1024, .kv = KV_BF16, .allreduce = d->set->allreduce};
         memcpy(o.device, d->device, sizeof o.device);
-        if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
+        ranks_place(&o, n, 1);
+        if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(&o, n, d->set->verbose);
         failed = session_open(&s, &m, n, 1, cuda_rank_start, &o, err);
     } else
         session_open_cpu(
             &s, &m, n, 1,
-            (struct cpu_options){.k = kernels_choose(), .n_threads = processors(), .n_ctx = 256, .kv = KV_BF16});
+            (struct cpu_options){.k = kernels_choose(), .n_threads = processors_own(), .n_ctx = 1024, .kv = KV_BF16});
     if (failed) {
         doctor_find(d, d->set->tp > 1 ? SEVERITY_ERROR : SEVERITY_WARNING,
                     "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL say more",
@@ -36122,13 +36311,15 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     const bool slow = measure_all_reduce(&s, t) * 1e6 > ALLREDUCE_SLOW && gpu;
     for (int k = 0; k < 2; k++) {
         static const char *const where[2][2] = {{"the CPU", ""}, {"GPUs, one-shot", "GPUs, NCCL"}};
-        char us[ALLREDUCE_SIZES][24] = {"-", "-"};
+        char list[ALLREDUCE_SIZES * 32] = "";
         for (int i = 0; i < ALLREDUCE_SIZES; i++)
-            if (t[i][k] > 0) snprintf(us[i], sizeof us[i], "%.1f us", t[i][k] * 1e6);
-        if (t[0][k] + t[1][k] > 0)
+            if (t[i][k] > 0)
+                snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s %.1f us", *list ? ", " : "",
+                         all_reduce_sizes[i].name, t[i][k] * 1e6);
+        if (*list)
             doctor_find(d, slow ? SEVERITY_WARNING : SEVERITY_OK,
                         "every layer needs two: see above what slows copies between GPUs, or use --pp",
-                        "an all-reduce over %d ranks on %s: 8 KB %s, 1 MB %s", n, where[gpu][k], us[0], us[1]);
+                        "an all-reduce over %d ranks on %s: %s", n, where[gpu][k], list);
     }
     session_free(&s);
     model_free(&m);
@@ -36335,6 +36526,14 @@ static void doctor_model(struct doctor *d, bool gpu) {
     engine_close(&e);
 }
 
+/* What carries messages between the processes of a run. */
+static void doctor_processes(struct doctor *d) {
+    for (int i = 0; i < processes.n; i++)
+        doctor_find(d, SEVERITY_OK, NULL, "process %d on %s, with %d processor%s; %s", i, processes.host[i].name,
+                    processes.host[i].processors, processes.host[i].processors == 1 ? "" : "s",
+                    processes.host[i].network);
+}
+
 /* Makes the report. Returns the exit code. */
 static int doctor_run(struct doctor *d) {
     struct settings *set = d->set;
@@ -36353,6 +36552,7 @@ static int doctor_run(struct doctor *d) {
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);
     int n = set->tp > 1 ? set->tp : !set->gpus && set->pp == 1 ? int_min(d->n_gpu, MAX_RANKS) : 1;
+    doctor_processes(d);
     if (n > 1 && !interrupted && !d->absent) doctor_all_reduce(d, gpu, n);
     if ((set->model || set->synth) && !interrupted && !d->absent) doctor_model(d, gpu);
     else if (!set->model && !set->synth && !interrupted)
@@ -37138,10 +37338,11 @@ static int mode_answer(struct engine *e) {
 /* --plan, for a described machine, GPUs of this one, or its CPU. */
 static int run_plan(struct engine *e) {
     struct settings *set = e->set;
-    const struct gpu_list list = gpus_parse(set->gpus);
+    const struct gpu_list list = machine_parse(set);
     const bool described = list.gib > 0;
     char err[ERR_MAX];
-    if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus cannot be combined");
+    if (described && (set->cpu || set->cpu_ref))
+        die_usage("--cpu and %s cannot be combined", set->nodes ? "--nodes" : "--gpus");
     const bool gpu = described || gpu_wanted(set);
     if (set->synth) synth_load(e, true);
     else if (!set->model) model_missing(true);
@@ -37296,11 +37497,12 @@ static int run(struct settings *set) {
 
 /* --version. */
 static int print_version(void) {
-    char nccl[24];
+    char nccl[24], mpi[64];
     const char *targets = cuda_targets();
     printf("moe %s (CPU: %s; GPU: %s)\n", MOE_VERSION, kernels_choose()->name,
            targets ? targets : "built without CUDA");
     if (targets) printf("NCCL: %s\n", nccl_name(nccl));
+    if (*mpi_name(mpi)) printf("MPI: %s\n", mpi);
     return EXIT_OK;
 }
 

@@ -9015,12 +9015,16 @@ struct cuda {
 
     /* all-reduces */
 #ifdef HAVE_NCCL
-    ncclComm_t comm; /* of the stage; NULL: NCCL is not used */
+    ncclComm_t comm;  /* of the stage; NULL: NCCL is not used */
+    ncclComm_t whole; /* of all stages, where there are several processes; otherwise NULL */
 #endif
+    bool away[MAX_RANKS];                /* ranks of other processes: NCCL alone reaches them */
+    bool spread;                         /* the stage has such ranks */
+    bool processes;                      /* a stage has */
     bool by_nccl[DECODE_MAX_TOKENS + 1]; /* NCCL does those of so many tokens */
-    /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone */
+    /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone, or they are away */
     struct mailbox mailbox[MAX_RANKS];
-    struct heartbeat *heartbeat[MAX_RANKS]; /* host */
+    struct heartbeat *heartbeat[MAX_RANKS]; /* host; of ranks that are away this rank's own */
     struct sequence *sequence;              /* this rank's own */
 };
 
@@ -9110,6 +9114,7 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         const size_t at = strlen(who), left = sizeof who - at;
         const struct model *m = (r - r->index + i)->m;
         int il;
+        if (r->cuda->away[i]) continue;
         if (code && channel == CH_ALLREDUCE) {
             const char *half = all_reduce_after(m, (unsigned)ordinal, &il);
             snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of layer %d", i,
@@ -9179,8 +9184,10 @@ static bool wait_for_event(struct rank *r, cudaEvent_t event, const char *what) 
     while ((e = event ? cudaEventQuery(event) : cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
         if (rank_keep_waiting(r, &p, what)) continue;
 #ifdef HAVE_NCCL
-        if (c->comm) ncclCommAbort(c->comm); /* what is enqueued must end before memory is freed */
-        c->comm = NULL;
+        for (ncclComm_t *comm : {&c->comm, &c->whole}) {
+            if (*comm) ncclCommAbort(*comm); /* what is enqueued must end before memory is freed */
+            *comm = NULL;
+        }
 #endif
     }
     if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
@@ -9355,13 +9362,70 @@ static struct tp_rank tp_rank_of(const struct rank *r) {
     return {r->m->shard.rank, r->m->shard.n_rank, ALLREDUCE_SLOT, r->cuda->sequence, r->cuda->heartbeat[r->index]};
 }
 
-/* Enqueues k_share_token where there are other ranks. */
+#ifdef HAVE_NCCL
+/* Fails unless e is ncclSuccess; the message names the call that it came from. */
+static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int line) {
+    if (e == ncclSuccess) return !r->cuda->failed;
+    return rank_fail(r, "NCCL: %s (moe_cuda.cu:%d): %s (%s)", call, line, ncclGetErrorString(e),
+                     ncclGetLastError(r->cuda->comm));
+}
+#define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
+
+/* Rows of n floats, stride floats apart, from a rank or to it (send), by a communicator. */
+static void nccl_rows(struct rank *r, ncclComm_t comm, bool send, float *x, size_t stride, size_t n, int rows,
+                      int peer) {
+    if (!n) return;
+    if (stride == n) n *= (size_t)rows, rows = 1;
+    NCCL_OK(r, ncclGroupStart());
+    for (int i = 0; i < rows; i++, x += stride) {
+        if (send) NCCL_OK(r, ncclSend(x, n, ncclFloat32, peer, comm, r->cuda->stream));
+        else NCCL_OK(r, ncclRecv(x, n, ncclFloat32, peer, comm, r->cuda->stream));
+    }
+    NCCL_OK(r, ncclGroupEnd());
+}
+
+/* The id that the root chose becomes that of all ranks. */
+static void token_by_nccl(struct rank *r, int root) {
+    NCCL_OK(r, ncclBroadcast(r->cuda->tokens, r->cuda->tokens, 1, ncclInt32, root, r->cuda->whole, r->cuda->stream));
+}
+
+/* The residual of the batch, to the rank of the same number in the next stage or from that of the stage before. */
+static void residual_by_nccl(struct rank *r, float *x, bool send) {
+    const struct cuda *c = r->cuda;
+    const int peer = r->index + (send ? r->m->shard.n_rank : -r->m->shard.n_rank);
+    const size_t n = (size_t)residual_width(r->m), mix = (size_t)r->width[A_MIX];
+    nccl_rows(r, c->whole, send, x, n, n, r->n_tok, peer);
+    if (lag_width(r->m)) nccl_rows(r, c->whole, send, c->x32[A_MIX], mix, mix, r->n_tok, peer);
+}
+
+/* n rows of logits, from the stage's other ranks to the root's. */
+static void logits_by_nccl(struct rank *r, const struct weight *head, int n) {
+    const struct cuda *c = r->cuda;
+    const struct shard *shard = &r->m->shard;
+    if (shard->rank) nccl_rows(r, c->comm, true, c->logits, c->logits_stride, (size_t)head->n_out, n, 0);
+    for (int k = 1; k < shard->n_rank && !shard->rank; k++) {
+        const struct model *peer = (r + k)->m;
+        nccl_rows(r, c->comm, false, c->logits + peer->first_id, c->logits_stride,
+                  (size_t)peer_head_rows(r, head, peer), n, k);
+    }
+}
+#else
+static void token_by_nccl(struct rank *, int) {}
+static void residual_by_nccl(struct rank *, float *, bool) {}
+static void logits_by_nccl(struct rank *, const struct weight *, int) {}
+#endif
+
+/* Hands the token that the root chose to the other ranks. */
 static void share_token(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
     const int n = shard->n_rank * shard->n_stage, root = n - shard->n_rank;
     struct token_args a = {};
     if (n == 1) return;
+    if (c->processes) {
+        token_by_nccl(r, root);
+        return;
+    }
     a.p = tp_rank_of(r);
     a.id = c->tokens;
     a.own = c->mailbox[r->index];
@@ -9459,6 +9523,10 @@ static void cuda_embed(struct rank *r, const struct step *s) {
                batch_of(r), x, (size_t)r->width[to], max(streams, 1), r->m->embd_scale > 0 ? r->m->embd_scale : 1.0f,
                s->norm, r->m->rms_eps, ropes, lag_of(r), (size_t)r->width[A_MIX]);
     if (!r->m->shard.stage) return;
+    if (c->away[r->index - r->m->shard.n_rank]) {
+        residual_by_nccl(r, x, false);
+        return;
+    }
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     struct send_args a = send_of(r, CH_RECV, own->hidden_flag, 1);
     send_residual(r, &a, x, own->x, true, before->credit);
@@ -9494,14 +9562,6 @@ static void norm_slot(struct rank *r, enum act x, const float *w, enum act out) 
 }
 
 #ifdef HAVE_NCCL
-/* Fails unless e is ncclSuccess; the message names the call that it came from. */
-static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int line) {
-    if (e == ncclSuccess) return !r->cuda->failed;
-    return rank_fail(r, "NCCL: %s (moe_cuda.cu:%d): %s (%s)", call, line, ncclGetErrorString(e),
-                     ncclGetLastError(r->cuda->comm));
-}
-#define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
-
 /* All-reduces by NCCL. False: our own kernel is to do it. In decode NCCL gathers the partial sums in F32, and our
  * kernel adds them in the order of the ranks. In prefill NCCL adds them in BF16: two bytes per value cross the bus
  * instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
@@ -9560,6 +9620,18 @@ static void all_reduce_push(struct rank *r, struct norm_args a) {
     }
 }
 
+/* The sums of a row norm, a row at a time: NCCL's buffers have room for one, and BF16 is not exact enough. */
+static void row_sums_by_nccl(struct rank *r, struct norm_args a) {
+    const int rows = a.n_tok;
+    a.n_tok = 1;
+    for (int t = 0; t < rows; t++, a.x += a.n) {
+        struct norm_args row = a;
+        row.sum = a.x;
+        row.partial = (const float *)a.partial + (size_t)t * (size_t)a.n;
+        all_reduce_by_nccl(r, &row);
+    }
+}
+
 /* Whether a rank need not add up the partial sums of several. */
 static bool rank_alone(const struct rank *r) { return r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl; }
 
@@ -9586,10 +9658,13 @@ static void all_reduce_add_norm(struct rank *r, enum act x, enum act partial, co
 /* The partial sums of all ranks become this rank's, of `rows` rows of n_embd values for each token. */
 static void partials_sum(struct rank *r, enum act partial, int rows) {
     float *x = r->cuda->x32[partial];
+    const int pieces = r->cuda->spread ? rows : 1;
     if (rank_alone(r)) return;
-    struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, r->m->n_embd, x, NULL, A_H);
-    sum.sum = x;
-    all_reduce(r, sum, rows == 1); /* NCCL's buffers have room for one */
+    for (int i = 0; i < pieces; i++, x += (size_t)r->n_tok * (size_t)r->m->n_embd) {
+        struct norm_args sum = norm_of(r, NULL, rows / pieces * r->n_tok, r->m->n_embd, x, NULL, A_H);
+        sum.sum = x;
+        all_reduce(r, sum, rows == pieces); /* NCCL's buffers have room for one row of a token */
+    }
 }
 
 static void cuda_add_result(struct rank *r, const struct step *s) {
@@ -9756,9 +9831,14 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
         if (r->cuda->x32[x] != first) r->cuda->x_second = r->cuda->x32[x], r->cuda->x32[x] = first;
     }
     if (last) return;
+    float *residual = r->cuda->x32[r->m->n_hc || r->m->n_res ? A_HC : x];
+    if (r->cuda->away[r->index + shard->n_rank]) {
+        residual_by_nccl(r, residual, true);
+        return;
+    }
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
     struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
-    send_residual(r, &a, r->cuda->x32[r->m->n_hc || r->m->n_res ? A_HC : x], next->x, false, next->hidden_flag);
+    send_residual(r, &a, residual, next->x, false, next->hidden_flag);
     send_rows(r, a);
 }
 
@@ -10251,7 +10331,7 @@ static void cuda_qk_norm_rows(struct rank *r, const struct step *s) {
     }
     a.p = tp_rank_of(r);
     a.code = WAIT_CODE(0, WAIT_ROW_NORM, il);
-    if (r->n_tok <= DECODE_MAX_TOKENS) {
+    if (r->n_tok <= DECODE_MAX_TOKENS && !c->spread) {
         a.sharing = c->sharers > 1;
         stage_slots(r, a.slot, a.flag);
         LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_EXCHANGE | ROW_SCALE>), min(rows, (unsigned)c->reduce_blocks),
@@ -10266,7 +10346,8 @@ static void cuda_qk_norm_rows(struct rank *r, const struct step *s) {
     sums.p = a.p;
     sums.code = a.code;
     LAUNCH_PDL((k_row_norm<ROW_SQUARES>), rows, NORM_THREADS, 0, c->stream, a);
-    all_reduce_push(r, sums);
+    if (c->spread) row_sums_by_nccl(r, sums);
+    else all_reduce_push(r, sums);
     LAUNCH_PDL((k_row_norm<ROW_SCALE>), rows, NORM_THREADS, 0, c->stream, a);
 }
 
@@ -11371,7 +11452,9 @@ static void cuda_logits(struct rank *r, const float *norm, const struct weight *
     if (w.n_out && r->m->logit_cap > 0)
         LAUNCH_PDL(k_soft_cap, dim3(ceil_div(w.n_out, 256), (unsigned)n), 256, 0, c->stream, c->logits,
                    c->logits_stride, w.n_out, r->m->logit_cap);
-    if (shard->n_rank > 1) {
+    if (c->spread) {
+        logits_by_nccl(r, head, n);
+    } else if (shard->n_rank > 1) {
         struct send_args s =
             send_of(r, CH_LOGITS, shard->rank ? NULL : root->logits_flag, shard->rank ? 0 : shard->n_rank);
         if (shard->rank) /* rows are padded to a multiple of four logits */
@@ -11593,7 +11676,7 @@ static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     struct cuda *c = r->cuda;
     bool *by_nccl = &c->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *by_nccl;
     if (n_tok > r->chunk) return 0;
-    if (nccl ? !c->sizes.nccl : n_tok > DECODE_MAX_TOKENS && c->sizes.nccl) return 0;
+    if (nccl ? !c->sizes.nccl : c->spread || (n_tok > DECODE_MAX_TOKENS && c->sizes.nccl)) return 0;
     *by_nccl = nccl;
     r->n_tok = n_tok;
     all_reduces_run(r, WARM);
@@ -11999,22 +12082,24 @@ static void *ngrams_pin(struct rank *r, const struct weight *w) {
 }
 
 /* Copies the tables of n-grams to pinned memory of the host, unless their rows are read as they are used, once for the
- * ranks of a stage: a token reads a few rows, of up to 200 GB. All ranks call it. */
+ * ranks of a stage in a process: a token reads a few rows, of up to 200 GB. All ranks call it. */
 static void ngrams_upload(struct rank *r) {
     struct model *m = &r->cuda->model;
     const struct shard shard = m->shard;
     void *mine[NGRAM_TABLES][2] = {}, *all[MAX_RANKS][NGRAM_TABLES][2];
+    int first = shard.stage * shard.n_rank; /* of the stage's ranks in this process */
+    while (r->cuda->away[first]) first++;
     static_assert(sizeof mine <= ALL_GATHER_MAX, "all ranks hear of all tables");
     for (int i = 0; i < m->n_ngram; i++) {
-        if (shard.rank || r->offload.read_rows || !shard_ngrams(m, i)) continue;
+        if (r->index != first || r->offload.read_rows || !shard_ngrams(m, i)) continue;
         mine[i][0] = ngrams_pin(r, &m->ngram[i].table);
         mine[i][1] = ngrams_pin(r, &m->ngram[i].scales);
     }
     rank_all_gather(r, mine, all, sizeof mine);
     for (int i = 0; i < m->n_ngram; i++) {
         if (r->offload.read_rows || !shard_ngrams(m, i)) continue;
-        m->ngram[i].table.data = (const uint8_t *)all[shard.stage * shard.n_rank][i][0];
-        m->ngram[i].scales.data = (const uint8_t *)all[shard.stage * shard.n_rank][i][1];
+        m->ngram[i].table.data = (const uint8_t *)all[first][i][0];
+        m->ngram[i].scales.data = (const uint8_t *)all[first][i][1];
     }
 }
 
@@ -12091,33 +12176,50 @@ static bool nccl_wanted(struct rank *r, const struct cuda_options *o) {
     const int version = cuda_nccl_version();
     bool twice = false;
     for (int i = 0; i < shard.n_rank * shard.n_stage; i++) /* all stages do the same */
-        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
+        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k] && o->host[i] == o->host[k];
+    if (r->cuda->spread && o->allreduce == ALLREDUCE_ONESHOT)
+        rank_fail(r, "--allreduce oneshot does not reach the GPUs of other processes: NCCL does");
     if (o->allreduce == ALLREDUCE_ONESHOT || (shard.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
     if (!version) lacks = "this program was built without NCCL";
     else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
         lacks = "NCCL does not run two ranks on one GPU";
     if (lacks && o->allreduce == ALLREDUCE_NCCL) rank_fail(r, "--allreduce nccl: %s", lacks);
+    if (lacks && r->cuda->spread) rank_fail(r, "GPUs of several processes need NCCL: %s", lacks);
     return !lacks;
 }
 
 #ifdef HAVE_NCCL
-/* Makes the communicator of the stage, and NCCL's buffers, which come with the first calls: before the rest of the
- * memory is given out. */
+/* Makes a communicator of n ranks, of which the first is rank `first` of all. All ranks call it. */
+static void nccl_join(struct rank *r, ncclComm_t *comm, int first, int n) {
+    ncclUniqueId id = {}, all[MAX_RANKS];
+    if (r->index == first) NCCL_OK(r, ncclGetUniqueId(&id));
+    rank_all_gather(r, &id, all, sizeof id);
+    if (!rank_agree(r)) return;
+    char *err =
+        r->cuda->err; /* without it a failure ends the program: the other ranks wait inside NCCL and could not be
+                               * told */
+    r->cuda->err = NULL;
+    NCCL_OK(r, ncclCommInitRank(comm, n, all[first], r->index - first));
+    r->cuda->err = err;
+}
+
+/* Makes the communicators, and NCCL's buffers, which come with the first calls: before the rest of the memory is given
+ * out. */
 static void nccl_init(struct rank *r) {
     enum { TRY = 1024 };
     struct cuda *c = r->cuda;
     const struct shard p = r->m->shard;
-    ncclUniqueId id = {}, all[MAX_RANKS];
     float *buffer = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *buffer, "NCCL's first calls");
-    if (!p.rank) NCCL_OK(r, ncclGetUniqueId(&id));
-    rank_all_gather(r, &id, all, sizeof id);
-    if (!rank_agree(r)) return;
-    char *err =
-        c->err; /* without it a failure ends the program: the other ranks wait inside NCCL and could not be told */
+    if (c->sizes.nccl) nccl_join(r, &c->comm, p.stage * p.n_rank, p.n_rank);
+    if (c->processes && !c->failed) nccl_join(r, &c->whole, 0, p.n_rank * p.n_stage);
+    if (c->failed) return;
+    char *err = c->err;
     c->err = NULL;
-    NCCL_OK(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank));
-    NCCL_OK(r, ncclAllGather(buffer, buffer + TRY, TRY, ncclFloat32, c->comm, c->stream));
-    NCCL_OK(r, ncclAllReduce(buffer, buffer, TRY, ncclBfloat16, ncclSum, c->comm, c->stream));
+    if (c->comm) {
+        NCCL_OK(r, ncclAllGather(buffer, buffer + TRY, TRY, ncclFloat32, c->comm, c->stream));
+        NCCL_OK(r, ncclAllReduce(buffer, buffer, TRY, ncclBfloat16, ncclSum, c->comm, c->stream));
+    }
+    if (c->whole) NCCL_OK(r, ncclBroadcast(buffer, buffer, 1, ncclInt32, 0, c->whole, c->stream));
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "NCCL");
     c->err = err;
 }
@@ -12153,6 +12255,14 @@ static void peer_enable(struct rank *r, int device) {
     else cuda_check(r, e, "reaching another GPU", "cudaDeviceEnablePeerAccess(device, 0)", __LINE__, false);
 }
 
+/* Whether the GPUs of this process can write to each other's memory. */
+static bool ranks_reach(const struct rank *r, const struct cuda_options *o) {
+    int device[MAX_RANKS], n = 0;
+    for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++)
+        if (!r->cuda->away[i]) device[n++] = o->device[i];
+    return cuda_peers(device, n);
+}
+
 /* Gives the rank a mailbox and a heartbeat, and tells it where the others' are. */
 static void ranks_link(struct rank *r, const int *device, bool peers) {
     static const char what[] = "what other ranks send";
@@ -12164,7 +12274,7 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
         struct heartbeat *heartbeat;
     } mine, all[MAX_RANKS];
     for (int i = 0; i < n && peers && !c->failed; i++)
-        if (device[i] != c->device) peer_enable(r, device[i]);
+        if (device[i] != c->device && !c->away[i]) peer_enable(r, device[i]);
     const size_t bytes = mailbox_layout(&c->mailbox[r->index], NULL, r->m, shard, c->sizes);
     mine.mailbox = (uint8_t *)(peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory"));
     mine.heartbeat = (struct heartbeat *)cuda_host_memory(r, sizeof *mine.heartbeat, "host memory");
@@ -12174,8 +12284,8 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
     if (!rank_agree(r)) return;
     for (int i = 0; i < n; i++) {
         const struct shard other = {i % shard.n_rank, shard.n_rank, i / shard.n_rank, shard.n_stage};
-        mailbox_layout(&c->mailbox[i], all[i].mailbox, r->m, other, c->sizes);
-        c->heartbeat[i] = all[i].heartbeat;
+        if (!c->away[i]) mailbox_layout(&c->mailbox[i], all[i].mailbox, r->m, other, c->sizes);
+        c->heartbeat[i] = c->away[i] ? mine.heartbeat : all[i].heartbeat;
     }
 }
 
@@ -12285,7 +12395,7 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
     const struct shard shard = r->m->shard;
     struct cuda *c = r->cuda;
     const char *way = peers ? "GPU memory" : "host memory (the GPUs cannot reach each other)";
-    const bool wanted = c->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
+    const bool wanted = c->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO && !c->spread;
     const int version = cuda_nccl_version();
     float us[SIZES][2] = {}, all[MAX_RANKS][SIZES][2];
     char list[96] = "";
@@ -12306,6 +12416,9 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
     }
     if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages send through %s", way);
     else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (%s)", way, list);
+    else if (c->spread)
+        snprintf(r->link, sizeof r->link, "all-reduce between processes: NCCL %d.%d (%s)", version / 10000,
+                 version / 100 % 100, list);
     else
         snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d in prefill, in decode %s (%s); through %s",
                  version / 10000, version / 100 % 100, both ? "the faster one" : "as requested", list, way);
@@ -12328,7 +12441,8 @@ static void cuda_close(struct rank *r) {
     graphs_free(c);
     programs_free(r);
 #ifdef HAVE_NCCL
-    if (c->comm) ncclCommDestroy(c->comm); /* after the graphs: it waits for those that recorded its calls */
+    for (ncclComm_t comm : {c->comm, c->whole})
+        if (comm) ncclCommDestroy(comm); /* after the graphs: it waits for those that recorded its calls */
 #endif
     for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
     for (size_t i = 0; i < arrlenu(r->owned_state); i++) cudaFree(r->owned_state[i]);
@@ -12492,6 +12606,11 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     r->timelines = timelines_for(o->timelines, o->n_ctx ? o->n_ctx : INT_MAX);
     act_widths(m, r->width);
     c->device = o->device[r->index];
+    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) {
+        c->away[i] = o->process[i] != o->process[r->index];
+        c->processes |= c->away[i];
+        c->spread |= c->away[i] && i / m->shard.n_rank == m->shard.stage;
+    }
     c->err = err;
     if (found) err[0] = 0;
     if (found && c->device >= found)
@@ -12581,9 +12700,10 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     struct cuda *c = r->cuda;
     size_t sharers = 0;
     if (!rank_agree(r)) return; /* all weights are there */
-    if (c->sizes.nccl) nccl_init(r);
+    if (c->sizes.nccl || c->processes) nccl_init(r);
     const struct gpu_facts f = rank_facts(r);
-    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == c->device;
+    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++)
+        sharers += o->device[i] == c->device && o->host[i] == o->host[r->index];
     const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     c->sharers = (int)sharers;
     c->reduce_blocks = max(1, min((int)ALLREDUCE_BLOCKS, f.n_sm / c->sharers));
@@ -12743,8 +12863,9 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     if (!c->failed) {
         rank_allocate(r);
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
-            const bool peers = cuda_peers(o->device, n);
+            const bool peers = ranks_reach(r, o);
             ranks_link(r, o->device, peers);
+            for (int i = 0; i <= DECODE_MAX_TOKENS && c->spread; i++) c->by_nccl[i] = true;
             if (!c->failed && m->shard.n_rank > 1) all_reduce_check(r);
             if (rank_agree(r)) all_reduce_choose(r, o, peers);
         }

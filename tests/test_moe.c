@@ -51,6 +51,7 @@
 #include "t_draft.h"
 #include "t_store.h"
 #include "t_ranks.h"
+#include "t_processes.h"
 #include "t_parallel.h"
 #include "t_plan.h"
 #include "t_doctor.h"
@@ -95,7 +96,7 @@ static const char *const longest[] = {"cuda/parallel", "cuda/attention", "cuda/r
 static const struct test table[] = {
     TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_THINK TESTS_KERNELS TESTS_CONVERT TESTS_TOKENS TESTS_FAMILIES
         TESTS_SOURCES TESTS_PROMPT TESTS_REQUESTS TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_QAT TESTS_DRAFT
-            TESTS_PARALLEL TESTS_STORE TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_SYNTH
+            TESTS_PARALLEL TESTS_STORE TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_PROCESSES TESTS_SYNTH
                 TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR TESTS_DOCS};
 
 /* What -j starts first, the longest first, so that no processor waits for one at the end. */
