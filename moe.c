@@ -13,6 +13,7 @@
  *   chat_answer > session_sync > session_forward > pg_run > rank_run > the backend's forward > rank_pass > operations
  *   chat_answer > answer_generate > generate > session_sample, session_decode > session_draft, session_forward
  *   start of a rank: cpu_rank_init, on a GPU rank_begin > programs_make > forward_layers
+ *   another process of mpirun: moe_main > processes_serve > serve_call > pg_run, with ranks of its own
  *
  * A forward is a list of steps (struct step), each an operation of `struct ops`. forward_layers makes the list once for
  * a rank:
@@ -39,7 +40,7 @@
  *   Limits and errors                                 80  die and fail: the two classes of errors
  *   Allocation                                       110  xmalloc and its guard; strings; stb_ds
  *   Files, time, text                                420  clock, files, atomic output, UTF-8, random numbers
- *   Terminal                                         170  what stderr may show; control characters made visible
+ *   Terminal                                         200  what stderr may show; control characters made visible
  *   Progress of a turn                                80  the line that is shown until an answer begins
  *
  *  Types
@@ -87,8 +88,9 @@
  *   CPU kernels: NEON with dot products               60  GEMM for it
  *   CPU kernels: choice                               90  the best set that the processor has
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
- *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                   450  embedding, norms, all-reduce
+ *   Processes                                        490  of several hosts, which mpirun starts: messages, signs of life
+ *   Ranks                                            390  steps, barriers, all_gather, send and recv, a watchdog
+ *   CPU operations                                   520  embedding, norms, all-reduce
  *   CPU operations: matrices and rotations           310  linear, input of MTP, RoPE
  *   CPU operations: attention                        460  online softmax over the cache
  *   CPU operations: kinds of attention               230  grouped-query and latent attention
@@ -103,13 +105,14 @@
  *   CPU operations: feed-forward                     500  router and experts
  *   CPU operations: logits and results               150  logits, and operations that wait
  *   CPU operations: memory of a rank                 250  the table of operations; what a rank allocates
+ *   Ranks of other processes                         160  what process 0 tells the others; stand-ins for their ranks
  *   Experts for GPUs                                 220  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
  *  Session
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                           250  how many tokens a round drafts
- *   Session                                          320  a timeline of tokens: truncation, snapshots
+ *   Session                                          370  a timeline of tokens: truncation, snapshots
  *   Session: forwards                                520  forwards, drafts, choices of tokens
  *   Session: sync and score                          300  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
@@ -176,7 +179,8 @@
  *   Plan: forecast                                   620  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 460  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           510  opens model and session as the settings ask for
+ *   Engine                                           540  opens model and session as the settings ask for
+ *   Engine of other processes                        170  what a process does that process 0 tells
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 300  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h

@@ -368,7 +368,6 @@ static void *spin_on_processor(void *seconds) {
 
 /* Threads that wait for a processor are alive: two share one, while this thread sleeps. What only sleeps is not. */
 static void test_ranks_busy(void) {
-    static struct process_group pg;
     const struct activity none = {1, 1, 1};
     double seconds = 0.1;
     pthread_t threads[2];
@@ -380,17 +379,17 @@ static void test_ranks_busy(void) {
     CPU_ZERO(&one);
     CPU_SET(first, &one);
     sched_setaffinity(0, sizeof one, &one);
-    const struct activity before = pg_activity(&pg);
+    const struct activity before = program_activity();
     for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, spin_on_processor, &seconds);
     struct activity during = before;
-    for (double ran = 0; ran < seconds; ran = during.ran - before.ran) poll(NULL, 0, 1), during = pg_activity(&pg);
+    for (double ran = 0; ran < seconds; ran = during.ran - before.ran) poll(NULL, 0, 1), during = program_activity();
     CHECK(during.queued - before.queued > 0.25 * seconds, "queued for %g s", during.queued - before.queued);
-    CHECK(pg_moved(before, during), "ran for %g s", during.ran - before.ran);
+    CHECK(activity_moved(before, during), "ran for %g s", during.ran - before.ran);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     sched_setaffinity(0, sizeof all, &all);
-    CHECK(pg_moved(none, (struct activity){1, 1.9, 1}), "a starved thread");
-    CHECK(pg_moved(none, (struct activity){1, 1, 2}), "a disk");
-    CHECK(!pg_moved(none, (struct activity){1.01, 1.2, 1}), "ranks that look once a second");
+    CHECK(activity_moved(none, (struct activity){1, 1.9, 1}), "a starved thread");
+    CHECK(activity_moved(none, (struct activity){1, 1, 2}), "a disk");
+    CHECK(!activity_moved(none, (struct activity){1.01, 1.2, 1}), "ranks that look once a second");
 }
 
 static void test_ranks_faults(void) {
