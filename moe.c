@@ -11997,8 +11997,10 @@ static void processes_begin(void) {
     if (pthread_create(&processes.watch, NULL, processes_watch, NULL)) die("cannot start a thread");
     mpi_begin();
     if (processes.n > MAX_PROCESSES) {
-        processes.n = 0;
-        if (processes.me) _exit(EXIT_USAGE);
+        const int me = processes.me;
+        processes.n = processes.me = 0;
+        if (me) sleep(3); /* mpirun may end all processes once one has ended */
+        if (me) _exit(EXIT_USAGE);
         die_usage("mpirun has started %d processes; at most %d are supported", processes_started(), MAX_PROCESSES);
     }
     processors_free();

@@ -9375,7 +9375,6 @@ static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int lin
 static void nccl_rows(struct rank *r, ncclComm_t comm, bool send, float *x, size_t stride, size_t n, int rows,
                       int peer) {
     if (!n) return;
-    if (stride == n) n *= (size_t)rows, rows = 1;
     NCCL_OK(r, ncclGroupStart());
     for (int i = 0; i < rows; i++, x += stride) {
         if (send) NCCL_OK(r, ncclSend(x, n, ncclFloat32, peer, comm, r->cuda->stream));
@@ -9393,9 +9392,9 @@ static void token_by_nccl(struct rank *r, int root) {
 static void residual_by_nccl(struct rank *r, float *x, bool send) {
     const struct cuda *c = r->cuda;
     const int peer = r->index + (send ? r->m->shard.n_rank : -r->m->shard.n_rank);
-    const size_t n = (size_t)residual_width(r->m), mix = (size_t)r->width[A_MIX];
-    nccl_rows(r, c->whole, send, x, n, n, r->n_tok, peer);
-    if (lag_width(r->m)) nccl_rows(r, c->whole, send, c->x32[A_MIX], mix, mix, r->n_tok, peer);
+    const size_t n = (size_t)r->n_tok * (size_t)residual_width(r->m), mix = (size_t)r->n_tok * (size_t)r->width[A_MIX];
+    nccl_rows(r, c->whole, send, x, n, n, 1, peer);
+    if (lag_width(r->m)) nccl_rows(r, c->whole, send, c->x32[A_MIX], mix, mix, 1, peer);
 }
 
 /* n rows of logits, from the stage's other ranks to the root's. */
@@ -9624,9 +9623,8 @@ static void all_reduce_push(struct rank *r, struct norm_args a) {
 static void row_sums_by_nccl(struct rank *r, struct norm_args a) {
     const int rows = a.n_tok;
     a.n_tok = 1;
-    for (int t = 0; t < rows; t++, a.x += a.n) {
+    for (int t = 0; t < rows; t++, a.x += a.n, a.sum += a.n) {
         struct norm_args row = a;
-        row.sum = a.x;
         row.partial = (const float *)a.partial + (size_t)t * (size_t)a.n;
         all_reduce_by_nccl(r, &row);
     }
