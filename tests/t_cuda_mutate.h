@@ -112,6 +112,12 @@ static void bias_in_weights(const char *launch, void *args) {
         if (a.bias) a.logit_bias = a.bias, a.bias = NULL;
     });
 }
+static void mixer_is_softmax(const char *launch, void *args) {
+    change_route(launch, args, [](auto &a) { a.gating = a.gating == GATING_SPARSEMIXER ? GATING_SOFTMAX : a.gating; });
+}
+static void scales_of_half(const char *launch, void *args) {
+    change_if<struct repack>(launch, "k_repack", args, [](auto &a) { a.factor *= a.type == GGUF_FP8 ? 0.5f : 1; });
+}
 static void softmax_over_all(const char *launch, void *args) {
     change_route(launch, args, [](auto &a) {
         if (a.gating == GATING_CHOSEN) a.gating = GATING_SOFTMAX, a.norm = false;
@@ -1693,6 +1699,8 @@ static const struct {
                 {"ngrams", "keys are divided by smaller quotients", blocks_divided_lower},
                 {"ngrams", "blocks are shorter by a key", blocks_shorter},
                 {"ngrams", "tokens see the blocks of the next", means_by_next_token},
+                {"upload", "scales of FP8 are halved", scales_of_half},
+                {"router", "sparsemixer is a softmax over all", mixer_is_softmax},
                 {"delta_net", "decode reads tokens before the taps", taps_before_decode},
                 {"delta_net", "prefill reads tokens before the taps", taps_before_prefill},
                 {"delta_net", "Mamba-2 reads tokens before the taps", taps_before_scan},
@@ -1743,18 +1751,18 @@ static const struct {
 static const struct edit {
     const char *test, *what, *kernel, *pattern, *by;
 } edits[] = {
-    {"gemm", "FP4 MMA: scales of a and b are exchanged", "gemm_kernelILi3E",
+    {"gemm", "FP4 MMA: scales of a and b are exchanged", "gemm_kernelILi4E",
      R"((ue4m3 \{[^}]*\}, \{[^}]*\}, \{[^}]*\}, \{[^}]*\}, )(%r\d+)(, \{0,0\}, )(%r\d+))", "$1$4$3$2"},
-    {"gemm", "FP4 MMA: a1 and a2 are exchanged", "gemm_kernelILi3E", R"((ue4m3 \{[^}]*\}, \{%r\d+),(%r\d+),(%r\d+),)",
+    {"gemm", "FP4 MMA: a1 and a2 are exchanged", "gemm_kernelILi4E", R"((ue4m3 \{[^}]*\}, \{%r\d+),(%r\d+),(%r\d+),)",
      "$1,$3,$2,"},
-    {"gemm", "FP4 MMA: b0 and b1 are exchanged", "gemm_kernelILi3E",
+    {"gemm", "FP4 MMA: b0 and b1 are exchanged", "gemm_kernelILi4E",
      R"((ue4m3 \{[^}]*\}, \{[^}]*\}, \{)(%r\d+),(%r\d+))", "$1$3,$2"},
     {"gemv", "F16 MMA: a1 and a2 are exchanged", "k_gemv_linear",
      R"((f16\.f16\.f32 \{[^}]*\}, \{%r\d+),(%r\d+),(%r\d+),)", "$1,$3,$2,"},
     {"gemv", "F16 MMA: b0 and b1 are exchanged", "k_gemv_linear",
      R"((f16\.f16\.f32 \{[^}]*\}, \{[^}]*\}, \{)(%r\d+),(%r\d+))", "$1$3,$2"},
     {"attention", "ldmatrix does not transpose", "attn_gqa_prefill", R"(m8n8\.x4\.trans\.)", "m8n8.x4."},
-    {"gemm", "ldmatrix transposes", "gemm_kernelILi3E", R"(m8n8\.x4\.shared)", "m8n8.x4.trans.shared"},
+    {"gemm", "ldmatrix transposes", "gemm_kernelILi4E", R"(m8n8\.x4\.shared)", "m8n8.x4.trans.shared"},
     {"operations", "pairs of halves are exchanged", "k_gemv_linear",
      R"((cvt\.rn\.satfinite\.f16x2\.f32 %r\d+, )(%f\d+), (%f\d+))", "$1$3, $2"},
     {"operations", "pairs of E4M3 are exchanged", "", R"((cvt\.rn\.satfinite\.e4m3x2\.f32 %rs\d+, )(%f\d+), (%f\d+))",
@@ -1785,11 +1793,30 @@ static const struct edit {
      "$1 add.u32 $2, $2, 4;"},
     {"router", "the last block is not known", "k_route_decode",
      R"(atom\.add\.acq_rel\.gpu\.global\.u32 (%r\d+), \[(%rd\d+)\], (%r\d+))", "mov.u32 $1, $3"},
+    {"router", "sparsemixer leaves out fewer experts", "k_route_", R"((setp\.gt\.f32\s+%p\d+, %f\d+, )0f3CA3D70A)",
+     "$010f3D23D70A"},
+    {"sort", "what an expert reads has the weight of the next choice", "k_weigh_inputs",
+     R"((ld\.global\.f32\s+%f\d+, \[%rd\d+)\])", "$1+4]"},
     {"links", "a flag is stored without a release", "", R"(st\.release\.sys\.global\.u32)",
      "st.relaxed.sys.global.u32"},
     {"mamba", "negative hidden values are squared", "k_gemv_glu", R"(max(\.f32\s+%f\d+, %f\d+, 0f00000000))", "min$1"},
     {"mamba", "an exponential of Mamba-2 is a logarithm", "k_mamba_scan", R"(ex2(\.approx\.f32\s+%f\d+, %f\d+))",
      "lg2$1"},
+    {"gemm", "weights of E4M3 are exchanged in pairs", "gemm_kernelILi3E",
+     R"((cvt\.rn\.f16x2\.e4m3x2 (%r\d+), %rs\d+;))", "$1 prmt.b32 $2, $2, $2, 0x1032;"},
+    {"gemm", "rows of E4M3 have the scales of those 8 further on", "gemm_kernelILi3E",
+     R"((ld\.shared\.v2\.f32\s+\{)(%f\d+), (%f\d+)\})", "$1$3, $2}"},
+    {"gemm", "a tile of E4M3 has the scales of the one before", "gemm_kernelILi3E",
+     R"((ld\.shared\.v2\.f32\s+\{[^}]*\}, \[%r\d+\+)(8256|8448)\])", "$018192]"},
+    {"gemv", "weights of E4M3 are exchanged in decode", "k_gemv_down", R"((cvt\.rn\.f16x2\.e4m3x2 (%r\d+), %rs\d+;))",
+     "$1 prmt.b32 $2, $2, $2, 0x1032;"},
+    {"upload", "tiles of bytes lie as far apart as those of halves", "k_repack", R"((selp\.b64\s+%rd\d+, 11, )10)",
+     "$0111"},
+    {"upload", "codes of BF16 weights are exchanged in pairs", "k_repack",
+     R"((cvt\.rn\.satfinite\.e4m3x2\.f32 %rs\d+, )(%f\d+), (%f\d+))", "$1$3, $2"},
+    {"upload", "a largest BF16 weight of 1.875 is a code of 2^8", "k_repack",
+     R"((setp\.gt\.u32\s+%p\d+, %r\d+, )6291456)", "$018323071"},
+    {"upload", "blocks of FP8 lie closer together", "k_repack", R"((mul\.lo\.s32\s+%r\d+, %r\d+, )132)", "$01128"},
     {"attention", "an exponential is a logarithm", "attn_", R"(ex2(\.approx\.ftz\.f32 %f\d+, %f\d+))", "lg2$1"},
 };
 static const struct edit *edit_of_mutant;
