@@ -2056,9 +2056,9 @@ static void screen_names(void) {
                                          "vision.",
                                          "image_",
                                          "aligner."};
-    static const char *const drafts[] = {
-        "model.mtp_block.",    "model.mtp_emb_norm.",       "model.mtp_hidden_norm.", "model.mtp_linear_proj.",
-        "language_model.mtp.", "language_model.model.mtp.", "model.mtp_layers.",      "model.mtp.embed_tokens."};
+    static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
+                                         "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp.",
+                                         "model.mtp.embed_tokens."};
     const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
     size_t n_vision = 0, n_draft = 0, n_dspark = 0;
     struct finding needless[COUNT(skipped_suffixes)] = {{0}};
@@ -2987,6 +2987,7 @@ static const struct renaming hy4_names[] = {{"attn_hc.fn", "hc_attn_layer.hc_pre
                                             {"model.hc_head.hc_scale", "model.hc_head.hc_head_scale", EVERYWHERE},
                                             {"self_attn.sinks", "self_attn.learnable_sink_param", EVERYWHERE},
                                             {"self_attn.g_proj", "self_attn.linear_gate", EVERYWHERE},
+                                            {"shared_head.norm", "final_layernorm", EVERYWHERE},
                                             {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of GLM-4.5 to 4.7. */
@@ -4355,7 +4356,8 @@ static const struct release {
      .src = {.arch = "hy_v4", .renaming = hy4_names, LATENT, .is_dense = is_dense_leading, .leads = true,
              .first_dense = 1, .experts_key = "n_routed_experts", .experts_other = "num_local_experts",
              .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .n_shared = 1,
-             .has_indexer = has_indexer_glm, .router_bias = bias_name, .norm_topk_prob = true,
+             .has_indexer = has_indexer_glm, .mtp_key = "num_nextn_predict_layers", .mtp = "model.mtp_layers.",
+             .mtp_bare = true, .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .eps = 1e-5, .put = put_hy4}},
     {.type = "hunyuan_v1_moe", .config = config_hunyuan, .level = "moe_topk moe_intermediate_size num_shared_expert",
      .fixed = "use_qk_norm true use_cla false use_mla false use_mixed_mlp_moe true norm_topk_prob true mlp_bias false "

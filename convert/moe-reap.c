@@ -914,8 +914,8 @@ struct parsed_name {
     int block;        /* number of the layer, -1: none */
     int expert;       /* EXPERT: its number */
     size_t at, end;   /* EXPERT: where its digits are in the name */
-    size_t prefix;    /* bytes before "layers." or, of DeepSeek-V4, "mtp." */
-    bool mtp;         /* below "mtp.", whose layers come after the others */
+    size_t prefix;    /* bytes before "layers.", of DeepSeek-V4 "mtp.", or of Hunyuan 4 "mtp_layers." */
+    bool mtp;         /* below the last two, whose layers come after the others */
     const char *rest; /* the name after the number of the layer and its dot */
 };
 
@@ -946,17 +946,18 @@ static struct parsed_name name_parse(const char *name) {
         "gate router primary_router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
-    const char *p = after(name, ".layers."), *mtp = p ? NULL : after(name, ".mtp.");
-    size_t n;
-    if (mtp) p = mtp;
+    static const char *const before[] = {".layers.", ".mtp.", ".mtp_layers."};
+    const char *p = NULL;
+    size_t n, k = 0;
+    while (k < COUNT(before) && !(p = after(name, before[k]))) k++;
     if (!p) return r;
     r.block = digits(p, &n);
     if (r.block >= 0 && p[n] != '.') r.block = -1;
     if (r.block < 0) return r;
-    r.prefix = (size_t)(p - name) - (mtp ? 4 : 7);
+    r.prefix = (size_t)(p - name) - strlen(before[k] + 1);
     if (r.mtp) r.block = m.n_trunk + (m.mtp_halves ? r.block / 2 : r.block);
     r.rest = p += n + 1;
-    size_t k = 0;
+    k = 0;
     while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
     p += strlen(stems[k]);
     if (begins_with_word(p, routers) && !ends_with(p, "tid2eid") && strcmp(p, "router.scale")) r.role = ROUTER;

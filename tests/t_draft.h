@@ -69,9 +69,9 @@ static const struct sampling draft_samplings[] = {{.greedy = true, .repeat_penal
 enum { DRAFT_SAMPLINGS = sizeof draft_samplings / sizeof *draft_samplings };
 
 static const char *const draft_models[] = {
-    "deepseek_v3_mtp", "deepseek_v3_plain", "qwen3_5_moe_nvfp4", "qwen3_next",    "hy_v3",          "glm4_moe",
-    "step3p7",         "mimo_v2_flash_fp8", "glm_moe_dsa_types", "deepseek_v4",   "bailing_hybrid", "nemotron_h",
-    "glm5_next",       "qwen4_exp",         "qwen4_exp_nvfp4",   "bailing_moe_v2"};
+    "deepseek_v3_mtp", "deepseek_v3_plain", "qwen3_5_moe_nvfp4", "qwen3_next",     "hy_v3",          "glm4_moe",
+    "step3p7",         "mimo_v2_flash_fp8", "glm_moe_dsa_types", "deepseek_v4",    "bailing_hybrid", "nemotron_h",
+    "glm5_next",       "qwen4_exp",         "qwen4_exp_nvfp4",   "bailing_moe_v2", "hy_v4"};
 enum { DRAFT_MODELS = sizeof draft_models / sizeof *draft_models };
 
 /* Compares texts of sampling k with all depths, drafts chosen by the model and forced, with that of plain decoding. all:

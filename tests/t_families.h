@@ -455,8 +455,8 @@ static const struct {
     {"dots3_note", "dots3note.expert_group_count", "1"},
     {"dots3_note_nvfp4", "dots3note.expert_shared_count", "2"},
     {"hy_v4", "general.architecture", "hy_v4"},
-    {"hy_v4", "hy_v4.block_count", "4"},
-    {"hy_v4", "hy_v4.nextn_predict_layers", ""},
+    {"hy_v4", "hy_v4.block_count", "5"},
+    {"hy_v4", "hy_v4.nextn_predict_layers", "1"},
     {"hy_v4", "hy_v4.attention.head_count_kv", "1"},
     {"hy_v4", "hy_v4.attention.key_length", "80"},
     {"hy_v4", "hy_v4.attention.key_length_mla", "48"},
@@ -471,7 +471,7 @@ static const struct {
     {"hy_v4", "hy_v4.hyper_connection.count", "4"},
     {"hy_v4", "hy_v4.hyper_connection.epsilon", "1e-06"},
     {"hy_v4", "hy_v4.hyper_connection.magnitude", "2"},
-    {"hy_v4", "hy_v4.swiglu_clamp_exp", "1.5,1.5,1.5,1.5"},
+    {"hy_v4", "hy_v4.swiglu_clamp_exp", "1.5,1.5,1.5,1.5,1.5"},
     {"hy_v4", "hy_v4.swiglu_clamp_shexp", ""},
     {"hy_v4", "hy_v4.leading_dense_block_count", "1"},
     {"hy_v4", "hy_v4.expert_gating_func", "2"},
@@ -1382,6 +1382,9 @@ static const struct converted_tensor {
     {"hy_v4", "blk.2.hc_ffn_scale.weight", "model.layers.2.hc_mlp_layer.hc_pre.hc_scale", 0},
     {"hy_v4", "output_hc_base.weight", "model.hc_head.hc_head_base", 0},
     {"hy_v4", "blk.2.indexer.k_norm.bias", "model.layers.2.self_attn.indexer.k_norm.bias", 0},
+    {"hy_v4", "blk.4.attn_sinks.weight", "model.mtp_layers.0.self_attn.learnable_sink_param", 0},
+    {"hy_v4", "blk.4.nextn.eh_proj.weight", "model.mtp_layers.0.eh_proj.weight", 0},
+    {"hy_v4", "blk.4.nextn.shared_head_norm.weight", "model.mtp_layers.0.final_layernorm.weight", 0},
     {"hunyuan_v1_moe", "blk.0.attn_q_norm.weight", "model.layers.0.self_attn.query_layernorm.weight", 0},
     {"hunyuan_v1_moe", "blk.1.ffn_gate_inp.weight", "model.layers.1.mlp.gate.wg.weight", 0},
     {"hunyuan_v1_moe", "blk.1.ffn_up_shexp.weight", "model.layers.1.mlp.shared_mlp.up_proj.weight", 0},
@@ -2132,7 +2135,6 @@ static void test_families_left_out(void) {
         {"dots3_note", "{\"vision_config\":{}}", "vision_encoder.x.weight", "1 tensors that read pictures or sound"},
         {"dots3_note", "{}", "model.layers.4.mlp.up_proj.weight",
          "layer 4 for multi-token prediction is left out, 2 tensors: moe has no reference for it"},
-        {"hy_v4", "{}", "model.mtp_layers.0.norm.weight", "2 tensors for multi-token prediction"},
         {"mimo_v2_flash", "{\"audio_config\":{}}", "audio_encoder.x.weight", "1 tensors that read pictures or sound"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct hf h;

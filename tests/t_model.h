@@ -359,12 +359,32 @@ static bool demo_load(struct model *m) {
 }
 
 static void test_prediction(void) {
-    static const char *const names[] = {
-        "deepseek_v3_plain", "deepseek_v3_mtp",   "hy_v3",        "qwen3_5_moe",      "qwen3_5_moe_nvfp4",
-        "qwen3_next",        "qwen3_next_fp8",    "glm4_moe",     "glm4_moe_air",     "glm4_moe_lite",
-        "step3p7",           "mimo_v2_flash_fp8", "deepseek_v32", "deepseek_v32_fp8", "glm_moe_dsa",
-        "glm_moe_dsa_types", "deepseek_v4",       "qwen3_5",      "qwen3_5_nvfp4",    "bailing_hybrid",
-        "nemotron_h",        "glm5_next",         "qwen4_exp",    "qwen4_exp_nvfp4",  "bailing_moe_v2"};
+    static const char *const names[] = {"deepseek_v3_plain",
+                                        "deepseek_v3_mtp",
+                                        "hy_v3",
+                                        "qwen3_5_moe",
+                                        "qwen3_5_moe_nvfp4",
+                                        "qwen3_next",
+                                        "qwen3_next_fp8",
+                                        "glm4_moe",
+                                        "glm4_moe_air",
+                                        "glm4_moe_lite",
+                                        "step3p7",
+                                        "mimo_v2_flash_fp8",
+                                        "deepseek_v32",
+                                        "deepseek_v32_fp8",
+                                        "glm_moe_dsa",
+                                        "glm_moe_dsa_types",
+                                        "deepseek_v4",
+                                        "qwen3_5",
+                                        "qwen3_5_nvfp4",
+                                        "bailing_hybrid",
+                                        "nemotron_h",
+                                        "glm5_next",
+                                        "qwen4_exp",
+                                        "qwen4_exp_nvfp4",
+                                        "bailing_moe_v2",
+                                        "hy_v4"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];

@@ -1025,13 +1025,21 @@ static void test_reap_mtp_fixtures(void) {
     static const struct {
         const char *name;
         int keep;
-    } c[] = {{"deepseek_v3_plain", 3}, {"hy_v3", 5},
-             {"glm4_moe_air", 6},      {"glm4_moe_lite", 5},
-             {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
-             {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
-             {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5},
-             {"nemotron_h", 6},        {"glm5_next", 5},
-             {"qwen4_exp", 3},         {"qwen4_exp_nvfp4", 4}};
+    } c[] = {{"deepseek_v3_plain", 3},
+             {"hy_v3", 5},
+             {"glm4_moe_air", 6},
+             {"glm4_moe_lite", 5},
+             {"qwen3_5_moe", 3},
+             {"qwen3_5_moe_nvfp4", 4},
+             {"qwen3_next", 3},
+             {"deepseek_v32_fp8", 4},
+             {"glm_moe_dsa_types", 4},
+             {"deepseek_v4", 5},
+             {"nemotron_h", 6},
+             {"glm5_next", 5},
+             {"hy_v4", 4},
+             {"qwen4_exp", 3},
+             {"qwen4_exp_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1420,6 +1428,7 @@ static void test_reap_directory(void) {
                                        {"kimi_k3", "--keep 5"},
                                        {"dots3_note", "--keep 4"},
                                        {"hy_v4", "--keep 4"},
+                                       {"hy_v4", "--keep 4 --mtp drop"},
                                        {"hunyuan_v1_moe", "--keep 4"},
                                        {"qwen3_vl_moe", "--keep 5"},
                                        {"qwen3_vl_moe_nvfp4", "--keep 4"},

@@ -1910,7 +1910,8 @@ def trunk(W, config, ids):
 def mtp_names(W, config):
     """What the names of the layer for multi-token prediction begin with, and four names; None: there is none."""
     join = f"layers.{config['num_hidden_layers']}.eh_proj.weight"
-    own = next((name.removesuffix("eh_proj.weight") for name in W.raw if name.endswith(join)), None)
+    own = next((name.removesuffix("eh_proj.weight") for name in W.raw
+                if name.endswith((join, "mtp_layers.0.eh_proj.weight"))), None)
     if W.has("mtp.fc.weight"):
         return "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
     if own:

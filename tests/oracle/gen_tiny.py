@@ -1393,8 +1393,7 @@ SPECS = {
                      routed_scaling_factor=1.5),
         declare="modelopt_experts", positions=72, store=[(EXPERTS, "nvfp4")]),
     "hy_v4": dict(
-        config=hy4("FSFS"), positions=96, fused=r"model\.", store=[(HY4_F32, "full")],
-        aside={"model.mtp_layers.0.enorm.weight": (64,)}),
+        config=hy4("FSFS"), positions=96, mtp_prompt=True, fused=r"model\.", store=[(HY4_F32, "full")]),
     "hy_v4_nvfp4": dict(
         config=hy4("FFS", hidden_size=128, num_attention_heads=6, q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=48,
                    qk_rope_head_dim=64, v_head_dim=32, index_head_dim=128, index_n_heads=12, index_topk=24, hc_eps=0.02,
@@ -2509,28 +2508,43 @@ def put_v4_mtp(checkpoint, config):
         checkpoint.put("mtp.0." + leaf, shape)
 
 
-def put_glm5_mtp(checkpoint, config):
-    """GLM-5.3-Flash's layer for multi-token prediction: latent attention with an indexer, and experts, without
-    hyper-connections."""
-    text, body = config["text_config"], "model.language_model.layers."
-    n, hidden = text["num_hidden_layers"], text["hidden_size"]
-    last = max(i for i, kind in enumerate(text["layer_types"]) if kind == "indexed_attention")
+def single_names(config):
+    """What begins the names of the layers of GLM-5.3-Flash or Hunyuan 4 and those of the layer for multi-token
+    prediction, and the name of its last norm."""
+    if config["model_type"] == "hy_v4":
+        return "model.layers.", "model.mtp_layers.0.", "final_layernorm"
+    body = "model.language_model.layers."
+    return body, f"{body}{config['text_config']['num_hidden_layers']}.", "shared_head.norm"
+
+
+def put_single_mtp(checkpoint, config):
+    """The layer for multi-token prediction of GLM-5.3-Flash and of Hunyuan 4: latent attention with an indexer, and
+    experts, without hyper-connections."""
+    text, (body, own, norm) = text_config(config), single_names(config)
+    kinds = text["indexer_types"] if config["model_type"] == "hy_v4" else text["layer_types"]
+    hidden, last = text["hidden_size"], max(i for i, kind in enumerate(kinds) if kind in ("full", "indexed_attention"))
     for name, shape in list(checkpoint.shapes.items()):
         if name.startswith(f"{body}{last}.") and ".hc_" not in name:
-            checkpoint.put(name.replace(f"{body}{last}.", f"{body}{n}."), shape)
+            checkpoint.put(name.replace(f"{body}{last}.", own), shape)
     for leaf, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden),
-                        "shared_head.norm": (hidden,)}.items():
-        checkpoint.put(f"{body}{n}.{leaf}.weight", shape)
+                        norm: (hidden,)}.items():
+        checkpoint.put(f"{own}{leaf}.weight", shape)
 
 
-def predict_glm5(model, config, checkpoint, ids):
-    """As predict(), for GLM-5.3-Flash: DeepSeek-V3's layer for multi-token prediction around its own attention and
-    experts.  The trunk's rows are those after the final norm."""
-    kinds = transformers.models.glm5_next.modeling_glm5_next
+def predict_single(model, config, checkpoint, ids):
+    """As predict(), for these: DeepSeek-V3's layer for multi-token prediction around their own attention and experts.
+    The trunk's rows are those after the final norm."""
     trunk, text, ids = decoder(model), copy.deepcopy(decoder(model).config), torch.tensor([ids])
-    own = f"model.language_model.layers.{text.num_hidden_layers}."
-    text.indexer_types = ["full"]
-    layer = types.SimpleNamespace(self_attn=kinds.Glm5NextTextAttention(text, 0), mlp=kinds.Glm5NextTextMoE(text))
+    own, last = single_names(config)[1:]
+    text.indexer_types, hy4 = ["full"], config["model_type"] == "hy_v4"
+    if hy4:
+        kinds = transformers.models.hy_v4.modeling_hy_v4
+        layer = types.SimpleNamespace(self_attn=kinds.HYV4Attention(text, 0), mlp=kinds.HYV4MoE(text))
+        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+            norm.variance_epsilon = text.rms_norm_eps
+    else:
+        kinds = transformers.models.glm5_next.modeling_glm5_next
+        layer = types.SimpleNamespace(self_attn=kinds.Glm5NextTextAttention(text, 0), mlp=kinds.Glm5NextTextMoE(text))
     for part in ("self_attn", "mlp"):
         module = getattr(layer, part).float().eval()
         for name, old in list(module.state_dict().items()):
@@ -2540,7 +2554,7 @@ def predict_glm5(model, config, checkpoint, ids):
                 new = torch.stack([torch.cat([checkpoint.values[f"{own}{part}.experts.{i}.{p}.weight"] for p in parts])
                                    for i in range(len(old))])
             else:
-                new = checkpoint.values[own + part + "." + name]
+                new = checkpoint.values[hub_name(config, own + part + "." + name) if hy4 else own + part + "." + name]
             assert new.shape == old.shape, name
             give(module.get_submodule(path), leaf, new)
     gaps = []
@@ -2552,12 +2566,16 @@ def predict_glm5(model, config, checkpoint, ids):
     hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     both = torch.cat([rms(trunk.embed_tokens(ids[:, 1:]), "enorm"), rms(hidden, "hnorm")], -1)
     x = both @ checkpoint.values[own + "eh_proj.weight"].T
-    seen = torch.ones(x.shape[:2], dtype=torch.bool)
-    x = x + layer.self_attn(rms(x, "input_layernorm"), attention_mask=seen)[0]
+    seen = {"attention_mask": torch.ones(x.shape[:2], dtype=torch.bool)}
+    if hy4:
+        where = torch.arange(x.shape[1])[None]
+        seen = {"position_embeddings": trunk.rotary_emb(x, position_ids=where), "attention_mask": create_causal_mask(
+            config=text, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=where)}
+    x = x + layer.self_attn(rms(x, "input_layernorm"), **seen)[0]
     x = x + layer.mlp(rms(x, "post_attention_layernorm"))
     hook.remove()
     unhook()
-    return model.lm_head(rms(x, "shared_head.norm"))[0], torch.stack([gaps[0], indexer_gaps[0]]).amin(0)
+    return model.lm_head(rms(x, last))[0], torch.stack([gaps[0], indexer_gaps[0]]).amin(0)
 
 
 def put_nemotron_mtp(checkpoint, config, model):
@@ -3510,8 +3528,8 @@ def write_predict(folder, model, config, checkpoint, ids):
         np.ascontiguousarray(drafts.numpy(), "<f4").tofile(folder / "drafts.f32")
     elif config["model_type"] == "nemotron_h":
         logits, gaps = predict_nemotron(model, config, checkpoint, ids)
-    elif config["model_type"] == "glm5_next":
-        logits, gaps = predict_glm5(model, config, checkpoint, ids)
+    elif config["model_type"] in ("glm5_next", "hy_v4"):
+        logits, gaps = predict_single(model, config, checkpoint, ids)
     else:
         logits, gaps = predict(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
@@ -3537,8 +3555,8 @@ def make(name):
         put_v4_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and config["model_type"] == "nemotron_h":
         put_nemotron_mtp(checkpoint, config, model)
-    elif text.get("num_nextn_predict_layers") and config["model_type"] == "glm5_next":
-        put_glm5_mtp(checkpoint, config)
+    elif text.get("num_nextn_predict_layers") and config["model_type"] in ("glm5_next", "hy_v4"):
+        put_single_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp") and "hc_lowrank" in text:
@@ -3590,7 +3608,7 @@ def build(name):
     for old in folder.iterdir():
         old.unlink()
     model, checkpoint = make(name)
-    guess = predict_glm5 if config["model_type"] == "glm5_next" else predict
+    guess = predict_single if config["model_type"] in ("glm5_next", "hy_v4") else predict
     mtp = (lambda prompt: guess(model, config, checkpoint, prompt)[1]) if spec.get("mtp_prompt") else None
     ids, logits, gap, tail, margin = choose_prompt(model, text_config(config), spec.get("positions", POSITIONS), mtp,
                                                    spec.get("gap", INDEX_GAP), spec.get("ends", []))
