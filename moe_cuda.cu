@@ -12177,12 +12177,14 @@ static bool nccl_wanted(struct rank *r, const struct cuda_options *o) {
         for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k] && o->host[i] == o->host[k];
     if (r->cuda->spread && o->allreduce == ALLREDUCE_ONESHOT)
         rank_fail(r, "--allreduce oneshot does not reach the GPUs of other processes: NCCL does");
+    if (r->cuda->processes && !version)
+        rank_fail(r, "GPUs of several processes need NCCL, and this program was built without it");
     if (o->allreduce == ALLREDUCE_ONESHOT || (shard.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
     if (!version) lacks = "this program was built without NCCL";
     else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
         lacks = "NCCL does not run two ranks on one GPU";
     if (lacks && o->allreduce == ALLREDUCE_NCCL) rank_fail(r, "--allreduce nccl: %s", lacks);
-    if (lacks && r->cuda->spread) rank_fail(r, "GPUs of several processes need NCCL: %s", lacks);
+    if (lacks && r->cuda->spread) rank_fail(r, "GPUs of several processes need NCCL, and %s", lacks);
     return !lacks;
 }
 
@@ -12412,7 +12414,9 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
             snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d token%s: %s %.1f us", i ? ", " : "",
                      size[i], size[i] == 1 ? "" : "s", nccl ? "NCCL" : "own kernel", (double)worst[nccl]);
     }
-    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages send through %s", way);
+    if (shard.n_rank == 1 && c->processes)
+        snprintf(r->link, sizeof r->link, "stages send by NCCL %d.%d", version / 10000, version / 100 % 100);
+    else if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages send through %s", way);
     else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (%s)", way, list);
     else if (c->spread)
         snprintf(r->link, sizeof r->link, "all-reduce between processes: NCCL %d.%d (%s)", version / 10000,
