@@ -32799,7 +32799,8 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
                                         : READS(&l->ffn_norm, &l->pre_ffw_norm_2);
     const double hc_bytes = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
     const bool input = s->norm || s->partial != ACT_COUNT;
-    const bool fuses = input && launch_add_input(k, s, routed && s->norm, hc_bytes);
+    const bool early = k->m->family->routes_input; /* the router does not read what is normed here */
+    const bool fuses = input && launch_add_input(k, s, routed && s->norm && !early, hc_bytes);
     k->router = -1;
     if (routed) {
         k->router =
