@@ -11987,7 +11987,9 @@ static void mpi_begin(void) {
 static void mpi_end(void) {}
 #endif
 
-/* Joins the processes that mpirun has started. */
+static void processes_end(void);
+
+/* Joins the processes that mpirun has started, until the program exits. */
 static void processes_begin(void) {
     struct process_hello own = {.version = MOE_VERSION};
     if (processes_started() == 1) term_borrow();
@@ -12010,6 +12012,7 @@ static void processes_begin(void) {
     own.processors = processors();
     network_facts(own.network, sizeof own.network);
     atomic_store(&processes.met, true);
+    atexit(processes_end);
     if (!processes.me) {
         term_borrow();
         processes_meet(&own);
@@ -37536,7 +37539,6 @@ int moe_main(int argc, char **argv) {
     processes_begin();
     if (processes.me) {
         processes_serve();
-        processes_end();
         return EXIT_OK;
     }
     settings_init(&set);
@@ -37550,7 +37552,6 @@ int moe_main(int argc, char **argv) {
     settings_free(&set);
     out_flush();
     if (term.out_error) die("cannot write to stdout: %s", strerror(term.out_error));
-    processes_end();
     return code;
 }
 
