@@ -1332,6 +1332,9 @@ static int layout_start(struct rank *r, const struct model *shard, const void *o
     return cuda_rank_start(r, shard, o, err);
 }
 
+/* Every rank of a layout is started as one of another process, which NCCL alone reaches. */
+static bool layout_apart;
+
 /* A session of the layout; false after a failed check. */
 static bool layout_session(struct session *s, const struct model *m, const struct layout *d, int n_ctx,
                            enum kv_type kv) {
@@ -1339,6 +1342,7 @@ static bool layout_session(struct session *s, const struct model *m, const struc
     struct cuda_options o = {
         .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
     memcpy(o.device, d->device, sizeof o.device);
+    for (int i = 0; i < MAX_RANKS && layout_apart; i++) o.process[i] = (uint8_t)i;
     cuda_test_devices(4, d->peers);
     return CHECK(session_open(s, m, d->tp, d->pp, layout_start, &o, err) == 0, "%s: %s", d->name, err);
 }
@@ -2655,6 +2659,16 @@ static void test_cuda_ranks(void) {
     synth_agrees(&divided_shapes[0], &several[3], 18), synth_agrees(&divided_shapes[0], &several[4], 7);
     synth_agrees(&divided_shapes[0], &virtual[1], 30);
     synth_agrees(&divided_shapes[sizeof divided_shapes / sizeof *divided_shapes - 1], &several[3], 40);
+    static const struct layout apart[] = {{"two processes", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
+                                          {"two stages, two processes", 1, 2, {0, 1}, ALLREDUCE_AUTO, true},
+                                          {"two by two, four processes", 2, 2, {0, 1, 2, 3}, ALLREDUCE_NCCL, true}};
+    layout_apart = true;
+    layouts_agree("qwen3moe", apart, nccl ? 3 : 0, 20);
+    layouts_agree("deepseek_v41", &apart[1], nccl, 60);
+    layouts_agree("deepseek_v4_pro", &apart[2], nccl, 140);
+    for (int i = 0; i < (int)(sizeof divided_shapes / sizeof *divided_shapes) && nccl; i++)
+        synth_agrees(&divided_shapes[i], &apart[0], 20);
+    layout_apart = false;
 #endif
 }
 
