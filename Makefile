@@ -155,7 +155,7 @@ build/test_moe: $(TESTS) | build
 	$(CC) $(FLAGS) -g1 $(SPARING) tests/test_moe.c -o $@ $(LIBS)
 
 # The tests of the CUDA backend: as nvcc compiles it to PTX, with a simulator in place of the CUDA runtime and its GPUs.
-SIMULATED  := -DSIMULATED -DALLREDUCE_SLOT_FLOATS=3072 -DDELTA_SEGMENT_TOKENS=128 -DMLA_SEGMENT_KEYS=64 -DEXPERT_RING_BYTES=65536 -DHOST_PROBE_BYTES=65536 $(SPARING)
+SIMULATED  := -DSIMULATED -DALLREDUCE_SLOT_FLOATS=3072 -DDELTA_SEGMENT_TOKENS=128 -DMLA_SEGMENT_KEYS=64 -DEXPERT_RING_BYTES=65536 -DHOST_PROBE_BYTES=65536 -DALLREDUCE_TIMED=2 $(SPARING)
 SIM_PARTS  := memory decode races counts execute runtime nccl
 SIM_FLAGS   = -std=c++17 -O3 -g1 $(filter-out -Wvla,$(WARN)) -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing $(SIM_ARCH) -I$(CUDA_LIB)/../include
 # Vectors of the host's, where the compiler has them: 32 lanes are a loop.

@@ -3408,8 +3408,8 @@ static void test_cuda_doctor(void) {
             check_finding(d, t[i].want[k].severity, t[i].want[k].what, t[i].want[k].advice);
         bool reduces = i == 0;
         CHECK(!reduces || doctor_said(d, "GPU 0: reads the host's memory at "), "case 0: the host's memory");
-        CHECK(reduces == (doctor_said(d, "an all-reduce over 2 ranks on GPUs, NCCL: 16 KB ") != NULL) &&
-                  reduces == (doctor_said(d, "an all-reduce over 2 ranks on GPUs, one-shot: 16 KB ") != NULL),
+        CHECK(reduces == (doctor_said(d, "an all-reduce over 2 ranks on GPUs, NCCL: 8 KB ") != NULL) &&
+                  reduces == (doctor_said(d, "an all-reduce over 2 ranks on GPUs, one-shot: 8 KB ") != NULL),
               "case %zu: all-reduces", i);
         check_advice(d);
         machine_end();

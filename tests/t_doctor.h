@@ -203,7 +203,7 @@ static void test_doctor_mute(void) {
     CHECK(doctor_silent(d) == EXIT_OK, "exit code");
     check_finding(d, SEVERITY_OK, "A: a forward pass in", NULL);
     check_finding(d, SEVERITY_NOTE, "the model has no vocabulary", "moe-convert");
-    check_finding(d, SEVERITY_OK, "an all-reduce over 2 ranks on the CPU: 16 KB", NULL);
+    check_finding(d, SEVERITY_OK, "an all-reduce over 2 ranks on the CPU: 8 KB", NULL);
     CHECK(!d->open[STEP_CONTEXT] && d->open[STEP_SPEED] && doctor_said(d, "decode "), "the steps are others");
     check_advice(d);
     doctor_done(d);
