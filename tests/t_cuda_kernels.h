@@ -904,7 +904,6 @@ extern "C" void cuda_test_gemv(void) {
         run_gemv_ffn(type.type, shared, 1, 5, 2, 3 * w, w, 2 * w);
         run_gemv_ffn(type.type, shared, 16, 9, 9, w, 3 * w, w);
         run_gemv_ffn(type.type, shared, 9, 4, 0, 2 * w, w, 3 * w);
-        run_gemv_part(type.type, 1, 3 * w, 0, 2 * w), run_gemv_part(type.type, 11, 40, 192, w);
         for (int n : {1, 3, 16}) {
             run_gemv_ffn(type.type, shared, n, 7, 4, 3 * w, 3 * w, w, true, {glu_oai, 0.75}, {glu_silu_clamp, 0.5});
             run_gemv_ffn(type.type, shared, n, 5, 3, w, w, 2 * w, false, {glu_silu_clamp, 0.75}, {});
@@ -919,6 +918,10 @@ extern "C" void cuda_test_gemv(void) {
     run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 2, 4, 3, 64, 704, 64, true, {glu_oai, 7}, {}); /* of 11 tiles */
     run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 16, 340, 330, 64, 64, 64, true, {glu_oai, 7},
                  {}); /* more than 48 KB of biases */
+    for (auto &type : matrix_types) {
+        const int w = std::max(64, type_block(type.type));
+        run_gemv_part(type.type, 1, 3 * w, 0, 2 * w), run_gemv_part(type.type, 11, 40, 192, w);
+    }
 }
 
 /* ---- router ---- */
