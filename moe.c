@@ -635,6 +635,20 @@ __attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX]
     return out;
 }
 
+/* Opens a directory of the kernel; NULL: there is none. */
+static DIR *fact_dir(const char *path) {
+    char full[512];
+    snprintf(full, sizeof full, "%.200s%s", fact_root, path);
+    return opendir(full);
+}
+
+/* The next entry of a directory, NULL: there is none. */
+static struct dirent *fact_entry(DIR *dir) {
+    struct dirent *e = NULL;
+    while (dir && (e = readdir(dir)) && e->d_name[0] == '.') {}
+    return e;
+}
+
 /* The number after a word in a text; 0: the word is not there. */
 static double fact_number(const char *text, const char *word) {
     const char *at = strstr(text, word);
@@ -11593,14 +11607,14 @@ static struct {
     struct process_host host[MAX_PROCESSES];
     struct process_sign got[MAX_PROCESSES], given[MAX_PROCESSES]; /* signs on their way from and to each process */
     process_transfer getting[MAX_PROCESSES], giving[MAX_PROCESSES];
-    pthread_mutex_t lock; /* of given and giving */
-    atomic_uint signs;    /* that have come */
-    atomic_int waiting;   /* threads that wait for messages */
-    atomic_bool working;  /* ranks compute: the process gives signs as long as its threads move */
-    atomic_bool leaving;  /* the program ends without an error */
-    atomic_bool told_to_end;
-    atomic_bool lost; /* a process that this one hears gives no sign */
-    atomic_bool met;  /* MPI has begun */
+    pthread_mutex_t lock;    /* of given and giving */
+    atomic_uint signs;       /* that have come */
+    atomic_int waiting;      /* threads that wait for messages */
+    atomic_bool working;     /* ranks compute: the process gives signs as long as its threads move */
+    atomic_bool leaving;     /* the program ends without an error */
+    atomic_bool told_to_end; /* by process 0 */
+    atomic_bool lost;        /* a process that this one hears gives no sign */
+    atomic_bool met;         /* MPI has begun */
     pthread_t watch;
 } processes = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -11672,7 +11686,8 @@ static process_transfer process_receive(int from, int tag, void *data, size_t by
     return t;
 }
 
-/* Whether n <= MAX_RANKS * MAX_PROCESSES transfers are done. Those with a process whose connection is broken never are: it gives no sign either. */
+/* Whether n <= MAX_RANKS * MAX_PROCESSES transfers are done. Those with a process whose connection is broken never are:
+ * it gives no sign either. */
 static bool process_done(process_transfer *t, int n) {
     int done = 0;
     MPI_Status status[MAX_RANKS * MAX_PROCESSES];
@@ -11682,7 +11697,7 @@ static bool process_done(process_transfer *t, int n) {
     return ok && done;
 }
 
-/* Whether a message is done that may not have been begun. */
+/* Whether a transfer is done, or none has been begun. */
 static bool process_ended(process_transfer *t) { return *t == MPI_REQUEST_NULL || process_done(t, 1); }
 #else
 static process_transfer process_send(int to, int tag, const void *data, size_t bytes) {
@@ -11763,11 +11778,8 @@ static void process_sign_left(int to) {
 /* Ends the parent, which is mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's
  * mpirun needs a second SIGTERM then, and its daemon does not end by that. */
 static void launcher_end(void) {
-    char path[64], name[32] = "";
-    snprintf(path, sizeof path, "/proc/%d/comm", (int)getppid());
-    FILE *f = fopen(path, "r");
-    if (!f || !fgets(name, sizeof name, f)) name[0] = 0;
-    if (f) fclose(f);
+    char name[FACT_MAX];
+    fact(name, "/proc/%d/comm", (int)getppid());
     const bool hard = !strcmp(name, "orted\n") || !strcmp(name, "prted\n");
     signal(SIGTERM, SIG_IGN);
     for (int i = 0; i < 2 && getppid() > 1; i++) {
@@ -11826,8 +11838,7 @@ static void *processes_watch(void *arg) {
         if (now_seconds() - begun <= PROCESS_MEET) continue;
         atomic_store(&processes.lost, true);
         die("the %d processes that mpirun has started have not met within %d s: one was stopped, or a host cannot "
-            "reach "
-            "another (mpirun --display-map names them)",
+            "reach another (mpirun --display-map names them)",
             processes_started(), PROCESS_MEET);
     }
     struct activity was = program_activity();
@@ -11885,33 +11896,21 @@ static uint64_t program_hash(void) {
     return h;
 }
 
-/* The first line of a file of facts, without its end; "": there is none. */
-static const char *fact_line(char *to, size_t n, const char *path) {
-    FILE *f = fopen(path, "r");
-    if (!f || !fgets(to, (int)n, f)) to[0] = 0;
-    if (f) fclose(f);
-    to[strcspn(to, "\n")] = 0;
-    return to;
-}
-
 /* Describes what carries NCCL's messages to other hosts: InfiniBand or RoCE where a port is up and NCCL_IB_DISABLE does
  * not forbid it, otherwise TCP sockets. */
 static void network_facts(char *to, size_t size) {
-    const char *off = getenv("NCCL_IB_DISABLE");
+    static const char port[] = "/sys/class/infiniband/%.64s/ports/1/%s";
+    const char *off = getenv("NCCL_IB_DISABLE"),
+               *forbids = off && strcmp(off, "0") ? ", which NCCL_IB_DISABLE forbids" : "";
+    char text[FACT_MAX];
     snprintf(to, size, "no RoCE or InfiniBand: NCCL uses TCP sockets");
-    DIR *dir = opendir("/sys/class/infiniband");
-    for (const struct dirent *e; dir && (e = readdir(dir));) {
-        char path[300], state[64], layer[64], rate[64];
-        if (e->d_name[0] == '.') continue;
-        snprintf(path, sizeof path, "/sys/class/infiniband/%.64s/ports/1/state", e->d_name);
-        if (!strstr(fact_line(state, sizeof state, path), "ACTIVE")) continue;
-        snprintf(path, sizeof path, "/sys/class/infiniband/%.64s/ports/1/link_layer", e->d_name);
-        fact_line(layer, sizeof layer, path);
-        snprintf(path, sizeof path, "/sys/class/infiniband/%.64s/ports/1/rate", e->d_name);
-        fact_line(rate, sizeof rate, path);
-        const bool used = !off || !strcmp(off, "0");
-        snprintf(to, size, "%s %.24s, %.24s%s", !strcmp(layer, "Ethernet") ? "RoCE" : "InfiniBand", e->d_name, rate,
-                 used ? "" : ", which NCCL_IB_DISABLE forbids");
+    DIR *dir = fact_dir("/sys/class/infiniband");
+    for (const struct dirent *e; (e = fact_entry(dir));) {
+        if (!strstr(fact(text, port, e->d_name, "state"), "ACTIVE")) continue;
+        const bool ethernet = !strncmp(fact(text, port, e->d_name, "link_layer"), "Ethernet", 8);
+        fact(text, port, e->d_name, "rate");
+        snprintf(to, size, "%s %.24s, %.*s%s", ethernet ? "RoCE" : "InfiniBand", e->d_name,
+                 int_min(24, (int)strcspn(text, "\n")), text, forbids);
         break;
     }
     if (dir) closedir(dir);
@@ -11923,10 +11922,11 @@ static void processes_meet(const struct process_hello *own) {
     struct process_host *h = processes.host;
     for (int i = 1; i < processes.n; i++) process_take(i, TAG_HELLO, &all[i], sizeof all[i]);
     for (int i = 0; i < processes.n; i++) {
-        for (int k = 0; k < processes.n; k++) {
-            h[i].processes += !strcmp(all[i].host, all[k].host);
-            h[i].local += k < i && !strcmp(all[i].host, all[k].host);
-            if (k <= i && h[i].processes == 1 && !strcmp(all[i].host, all[k].host)) h[i].number = k;
+        for (int k = processes.n - 1; k >= 0; k--) {
+            if (strcmp(all[i].host, all[k].host) != 0) continue;
+            h[i].processes++;
+            h[i].local += k < i;
+            h[i].number = k; /* in the end the first */
         }
         h[i].processors = all[i].processors;
         snprintf(h[i].network, sizeof h[i].network, "%.90s", all[i].network);
@@ -11950,9 +11950,9 @@ static const char *mpi_name(char out[64]) {
     char text[MPI_MAX_LIBRARY_VERSION_STRING];
     int n;
     MPI_Get_library_version(text, &n);
-    for (char *p = text; *p; p++)
-        if (*p == '\t') *p = ' ';
-    snprintf(out, 64, "%.*s", (int)(strcspn(text, ",\n") < 60 ? strcspn(text, ",\n") : 60), text);
+    text[strcspn(text, ",\n")] = 0;
+    for (char *tab; (tab = strchr(text, '\t'));) *tab = ' ';
+    snprintf(out, 64, "%.60s", text);
     return out;
 }
 
@@ -12037,7 +12037,7 @@ static void processes_begin(void) {
  *
  * With several processes each has as many consecutive ranks; process 0 has the last stage's first ones, and with them the
  * root. The other processes' ranks are stand-ins: they have activation slots, to which stage_share copies what the ranks
- * give, and operations that ask the process that has the rank (away_ops).
+ * give, and operations that ask the process that has the rank (remote_ops).
  * ============================================================================================================ */
 
 enum { PG_STALL = 5 /* seconds without progress of any thread after which a waiting rank ends the program */ };
@@ -12093,7 +12093,7 @@ struct rank_reply {
     struct rates rates;
     double seconds;
     /* of struct rank */
-    char name[128], link[224];
+    char name[128];
     size_t bytes, kv_bytes, weight_bytes, free_bytes;
 };
 
@@ -12247,7 +12247,7 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-static void pg_tell(struct process_group *pg, const struct rank_call *call);
+static void processes_call(const struct rank_call *call);
 static void pg_hear(struct process_group *pg, const struct rank_call *call);
 
 /* Runs a call on every rank at once; returns when all of this process have ended it, and the others' answers have come.
@@ -12261,7 +12261,7 @@ static void pg_run(struct process_group *pg, struct rank_call call) {
     sigemptyset(&stop);
     sigaddset(&stop, SIGTSTP);
     if (hold) pthread_sigmask(SIG_BLOCK, &stop, &old);
-    if (tells) pg_tell(pg, &call);
+    if (tells) processes_call(&call);
     atomic_store(&processes.working, true);
     if (pg->n_here > 1) {
         pthread_mutex_lock(&pg->lock);
@@ -12333,8 +12333,8 @@ void rank_note(const char *what) {
     if (!term.quiet || term.dialogue) fprintf(stderr, "%s\n", what);
 }
 
-static void away_init(struct rank *r, const struct rank *own);
-static void away_free(struct rank *r);
+static void remote_init(struct process_group *pg);
+static void remote_free(struct rank *r);
 
 /* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {
@@ -12346,7 +12346,7 @@ static void pg_close(struct process_group *pg) {
     for (int i = 0; i < pg->n; i++)
         if (pg_here(pg, i) && i != pg->caller) pthread_join(pg->threads[i], NULL);
     for (int i = 0; i < pg->n; i++) {
-        if (!pg_here(pg, i)) away_free(&pg->ranks[i]);
+        if (!pg_here(pg, i)) remote_free(&pg->ranks[i]);
         shard_free(&pg->shards[i]);
     }
     pthread_mutex_destroy(&pg->lock);
@@ -12400,9 +12400,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
     int bad = -1; /* ranks without a message stopped because another failed */
     for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
-    for (int i = 0; i < pg->n && bad < 0; i++)
-        if (!pg_here(pg, i)) away_init(&pg->ranks[i], &pg->ranks[pg->caller]);
-    if (bad < 0) return 0;
+    if (bad < 0) return remote_init(pg), 0;
     if (pg->n > 1)
         fail(err, "rank %d of %d: %.*s", bad, pg->n, ERR_MAX - 32, *t.err[bad] ? t.err[bad] : "it could not start");
     else memcpy(err, t.err[bad], ERR_MAX);
@@ -16921,9 +16919,8 @@ static bool call_answers(enum rank_call_kind k) {
 }
 
 /* Tells the other processes to run a call. */
-static void pg_tell(struct process_group *pg, const struct rank_call *call) {
+static void processes_call(const struct rank_call *call) {
     static struct process_tell t; /* only process 0 tells, one thing at a time */
-    (void)pg;
     t.kind = TELL_CALL;
     t.call = *call;
     t.chosen = !call->ids;
@@ -16952,7 +16949,7 @@ static void stats_move(const struct rank *r, const struct rank_call *call, int f
     }
 }
 
-static void away_layout(struct rank *r, int n_ctx);
+static void remote_layout(struct rank *r, int n_ctx);
 
 /* Receives the answers to a call. */
 static void pg_hear(struct process_group *pg, const struct rank_call *call) {
@@ -16975,7 +16972,7 @@ static void pg_hear(struct process_group *pg, const struct rank_call *call) {
         case RANK_RESIZE:
             call->failed[i] = reply.failed;
             if (reply.failed) fail(call->err[i], "%s: %.*s", processes.host[from].name, ERR_MAX - 100, reply.err);
-            else away_layout(r, call->n);
+            else remote_layout(r, call->n);
             r->kv_bytes = reply.kv_bytes;
             break;
         case RANK_READ_STATS: stats_move(r, call, from); break;
@@ -16986,8 +16983,8 @@ static void pg_hear(struct process_group *pg, const struct rank_call *call) {
 }
 
 /* Asks the process that has the rank. */
-static void away_cache_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
-                            float *scale, bool store) {
+static void remote_cache_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
+                              float *scale, bool store) {
     static struct process_tell t;
     const int to = pg_process(r->pg, r->index);
     const size_t bytes = data ? n * p->row_bytes : 0, more = scale ? n * cache_scale_bytes(p) : 0;
@@ -17010,14 +17007,14 @@ static void away_cache_copy(struct rank *r, const struct cache_tensor *p, size_t
 }
 
 /* No rank has slots where there are several processes. */
-static void away_empty_slots(struct rank *r) { (void)r; }
-static void away_read_counts(struct rank *r, struct expert_counts *counts) { (void)r, (void)counts; }
+static void remote_empty_slots(struct rank *r) { (void)r; }
+static void remote_read_counts(struct rank *r, struct expert_counts *counts) { (void)r, (void)counts; }
 
-static const struct ops away_ops = {
-    .cache_copy = away_cache_copy, .empty_slots = away_empty_slots, .read_counts = away_read_counts};
+static const struct ops remote_ops = {
+    .cache_copy = remote_cache_copy, .empty_slots = remote_empty_slots, .read_counts = remote_read_counts};
 
 /* Lays the cache tensors of a stand-in out as those of the rank are, without memory. */
-static void away_layout(struct rank *r, int n_ctx) {
+static void remote_layout(struct rank *r, int n_ctx) {
     r->n_ctx = n_ctx;
     for (int il = 0; il < model_blocks(r->m); il++) {
         layer_cache(r->m, &r->m->layers[il], r->kv_type, r->caches[il]);
@@ -17030,15 +17027,15 @@ static void away_layout(struct rank *r, int n_ctx) {
 }
 
 /* Makes r the stand-in of a rank of another process, beside `own` of this one. */
-static void away_init(struct rank *r, const struct rank *own) {
+static void remote_rank(struct rank *r, const struct rank *own) {
     const struct model *m = r->m;
     const size_t n = (size_t)own->chunk;
-    r->ops = &away_ops;
+    r->ops = &remote_ops;
     r->chunk = own->chunk;
     r->timelines = own->timelines;
     r->kv_type = own->kv_type;
     r->caches = cpu_memory(&r->owned, 2 * (size_t)(timelines_all(&r->timelines) * model_blocks(m)), sizeof *r->caches);
-    away_layout(r, own->n_ctx);
+    remote_layout(r, own->n_ctx);
     if (!own->cpu) return;
     act_widths(m, r->width);
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_memory(&r->owned, n * (size_t)r->width[a], sizeof(float));
@@ -17047,7 +17044,13 @@ static void away_init(struct rank *r, const struct rank *own) {
     if (rank_is_root(m)) r->cpu->logits = cpu_memory(&r->owned, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
 }
 
-static void away_free(struct rank *r) { cpu_free(&r->owned); }
+/* Makes the stand-ins, once the ranks of this process have started. */
+static void remote_init(struct process_group *pg) {
+    for (int i = 0; i < pg->n; i++)
+        if (!pg_here(pg, i)) remote_rank(&pg->ranks[i], &pg->ranks[pg->caller]);
+}
+
+static void remote_free(struct rank *r) { cpu_free(&r->owned); }
 
 /* ============================================================================================================
  * Experts for GPUs
@@ -34419,8 +34422,7 @@ static void serve_call(struct served *s, const struct process_tell *t) {
     if (call.kind == RANK_START) {
         bool ok = true;
         for (int i = 0; i < MAX_RANKS; i++) ok &= !start.failed[i];
-        for (int i = 0; i < s->pg.n && ok; i++)
-            if (!pg_here(&s->pg, i)) away_init(&s->pg.ranks[i], &s->pg.ranks[s->pg.caller]);
+        if (ok) remote_init(&s->pg);
     }
     if (call_answers(call.kind)) serve_answer(s, &call);
     free(call.stats);
@@ -35933,19 +35935,6 @@ static bool fact_exists(const char *path) {
     return !access(full, F_OK);
 }
 
-static DIR *fact_dir(const char *path) {
-    char full[512];
-    snprintf(full, sizeof full, "%.200s%s", fact_root, path);
-    return opendir(full);
-}
-
-/* The next entry of a directory, NULL: there is none. */
-static struct dirent *fact_entry(DIR *dir) {
-    struct dirent *e = NULL;
-    while (dir && (e = readdir(dir)) && e->d_name[0] == '.') {}
-    return e;
-}
-
 static bool iommu_active(void) {
     DIR *dir = fact_dir("/sys/class/iommu");
     bool any = fact_entry(dir) != NULL;
@@ -36285,10 +36274,10 @@ typedef double all_reduce_times[ALLREDUCE_SIZES][2]; /* seconds: one-shot, NCCL;
 #define ALLREDUCE_TIMED ALLREDUCE_SIZES /* fewer in tests: large ones take a simulated GPU minutes */
 #endif
 
-/* Times the all-reduces of the slowest rank. Returns the seconds of one token by the faster way. */
-static double measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
+/* Times the n smallest all-reduces, of the slowest rank. Returns the seconds of one token by the faster way. */
+static double measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2], int n) {
     memset(t, 0, ALLREDUCE_SIZES * sizeof *t);
-    for (int i = 0; i < ALLREDUCE_TIMED; i++)
+    for (int i = 0; i < n; i++)
         for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, all_reduce_sizes[i].tokens, nccl);
     return t[0][0] > 0 && t[0][1] > 0 ? fmin(t[0][0], t[0][1]) : fmax(t[0][0], t[0][1]);
 }
@@ -36324,7 +36313,7 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
         model_free(&m);
         return;
     }
-    const bool slow = measure_all_reduce(&s, t) * 1e6 > ALLREDUCE_SLOW && gpu;
+    const bool slow = measure_all_reduce(&s, t, ALLREDUCE_TIMED) * 1e6 > ALLREDUCE_SLOW && gpu;
     for (int k = 0; k < 2; k++) {
         static const char *const where[2][2] = {{"the CPU", ""}, {"GPUs, one-shot", "GPUs, NCCL"}};
         char list[ALLREDUCE_SIZES * 32] = "";
@@ -36501,7 +36490,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
     const double seconds = bench_forward(s, ids, 0, 1, 1);
     if (interrupted) return;
     const double all = session_measure(s, each).bytes;
-    const double reduce = gpu && s->pg->n_rank > 1 ? measure_all_reduce(s, times) : 0;
+    const double reduce = gpu && s->pg->n_rank > 1 ? measure_all_reduce(s, times, 1) : 0;
     const double roofline = all > 0 ? doctor_roofline(s, each, all, reduce) : 0;
     if (roofline <= 0) {
         doctor_find(d, SEVERITY_NOTE, "free some memory",

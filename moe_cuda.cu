@@ -9018,13 +9018,13 @@ struct cuda {
     ncclComm_t comm;  /* of the stage; NULL: NCCL is not used */
     ncclComm_t whole; /* of all stages, where there are several processes; otherwise NULL */
 #endif
-    bool away[MAX_RANKS];                /* ranks of other processes: NCCL alone reaches them */
+    bool remote[MAX_RANKS];              /* ranks of other processes: NCCL alone reaches them */
     bool spread;                         /* the stage has such ranks */
     bool processes;                      /* a stage has */
     bool by_nccl[DECODE_MAX_TOKENS + 1]; /* NCCL does those of so many tokens */
-    /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone, or they are away */
+    /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone, or they are remote */
     struct mailbox mailbox[MAX_RANKS];
-    struct heartbeat *heartbeat[MAX_RANKS]; /* host; of ranks that are away this rank's own */
+    struct heartbeat *heartbeat[MAX_RANKS]; /* host; of remote ranks this rank's own */
     struct sequence *sequence;              /* this rank's own */
 };
 
@@ -9114,7 +9114,7 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         const size_t at = strlen(who), left = sizeof who - at;
         const struct model *m = (r - r->index + i)->m;
         int il;
-        if (r->cuda->away[i]) continue;
+        if (r->cuda->remote[i]) continue;
         if (code && channel == CH_ALLREDUCE) {
             const char *half = all_reduce_after(m, (unsigned)ordinal, &il);
             snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of layer %d", i,
@@ -9522,7 +9522,7 @@ static void cuda_embed(struct rank *r, const struct step *s) {
                batch_of(r), x, (size_t)r->width[to], max(streams, 1), r->m->embd_scale > 0 ? r->m->embd_scale : 1.0f,
                s->norm, r->m->rms_eps, ropes, lag_of(r), (size_t)r->width[A_MIX]);
     if (!r->m->shard.stage) return;
-    if (c->away[r->index - r->m->shard.n_rank]) {
+    if (c->remote[r->index - r->m->shard.n_rank]) {
         residual_by_nccl(r, x, false);
         return;
     }
@@ -9830,7 +9830,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     }
     if (last) return;
     float *residual = r->cuda->x32[r->m->n_hc || r->m->n_res ? A_HC : x];
-    if (r->cuda->away[r->index + shard->n_rank]) {
+    if (r->cuda->remote[r->index + shard->n_rank]) {
         residual_by_nccl(r, residual, true);
         return;
     }
@@ -12086,7 +12086,7 @@ static void ngrams_upload(struct rank *r) {
     const struct shard shard = m->shard;
     void *mine[NGRAM_TABLES][2] = {}, *all[MAX_RANKS][NGRAM_TABLES][2];
     int first = shard.stage * shard.n_rank; /* of the stage's ranks in this process */
-    while (r->cuda->away[first]) first++;
+    while (r->cuda->remote[first]) first++;
     static_assert(sizeof mine <= ALL_GATHER_MAX, "all ranks hear of all tables");
     for (int i = 0; i < m->n_ngram; i++) {
         if (r->index != first || r->offload.read_rows || !shard_ngrams(m, i)) continue;
@@ -12259,7 +12259,7 @@ static void peer_enable(struct rank *r, int device) {
 static bool ranks_reach(const struct rank *r, const struct cuda_options *o) {
     int device[MAX_RANKS], n = 0;
     for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++)
-        if (!r->cuda->away[i]) device[n++] = o->device[i];
+        if (!r->cuda->remote[i]) device[n++] = o->device[i];
     return cuda_peers(device, n);
 }
 
@@ -12274,7 +12274,7 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
         struct heartbeat *heartbeat;
     } mine, all[MAX_RANKS];
     for (int i = 0; i < n && peers && !c->failed; i++)
-        if (device[i] != c->device && !c->away[i]) peer_enable(r, device[i]);
+        if (device[i] != c->device && !c->remote[i]) peer_enable(r, device[i]);
     const size_t bytes = mailbox_layout(&c->mailbox[r->index], NULL, r->m, shard, c->sizes);
     mine.mailbox = (uint8_t *)(peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory"));
     mine.heartbeat = (struct heartbeat *)cuda_host_memory(r, sizeof *mine.heartbeat, "host memory");
@@ -12284,8 +12284,8 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
     if (!rank_agree(r)) return;
     for (int i = 0; i < n; i++) {
         const struct shard other = {i % shard.n_rank, shard.n_rank, i / shard.n_rank, shard.n_stage};
-        if (!c->away[i]) mailbox_layout(&c->mailbox[i], all[i].mailbox, r->m, other, c->sizes);
-        c->heartbeat[i] = c->away[i] ? mine.heartbeat : all[i].heartbeat;
+        if (!c->remote[i]) mailbox_layout(&c->mailbox[i], all[i].mailbox, r->m, other, c->sizes);
+        c->heartbeat[i] = c->remote[i] ? mine.heartbeat : all[i].heartbeat;
     }
 }
 
@@ -12609,9 +12609,9 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     act_widths(m, r->width);
     c->device = o->device[r->index];
     for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) {
-        c->away[i] = o->process[i] != o->process[r->index];
-        c->processes |= c->away[i];
-        c->spread |= c->away[i] && i / m->shard.n_rank == m->shard.stage;
+        c->remote[i] = o->process[i] != o->process[r->index];
+        c->processes |= c->remote[i];
+        c->spread |= c->remote[i] && i / m->shard.n_rank == m->shard.stage;
     }
     c->err = err;
     if (found) err[0] = 0;
