@@ -522,7 +522,8 @@ static bool is_logarithm(u32 d, u32 a) {
 /* C(name, operands, register, comparison, whether it holds) */
 #define COMPARISONS(C)                                                                                                 \
     C(eq_b32, INTS, r, "eq.b32", a == b) C(eq_s16, INTS, h, "eq.s16", a == b) C(ne_s16, INTS, h, "ne.s16", a != b)     \
-    C(lt_s16, INTS, h, "lt.s16", (int16_t)a < (int16_t)b) C(gt_u16, INTS, h, "gt.u16", a > b)                          \
+    C(lt_s16, INTS, h, "lt.s16", (int16_t)a < (int16_t)b)                                                              \
+    C(lt_u16, INTS, h, "lt.u16", a < b) C(gt_u16, INTS, h, "gt.u16", a > b)                                            \
     C(eq_s32, INTS, r, "eq.s32", a == b) C(ne_s32, INTS, r, "ne.s32", a != b) C(ne_u32, INTS, r, "ne.u32", a != b)     \
     C(lt_s32, INTS, r, "lt.s32", (int)a < (int)b) C(le_s32, INTS, r, "le.s32", (int)a <= (int)b)                       \
     C(gt_s32, INTS, r, "gt.s32", (int)a > (int)b) C(ge_s32, INTS, r, "ge.s32", (int)a >= (int)b)                       \
