@@ -2067,51 +2067,87 @@ static double mla_turned(const float *x, const std::vector<float> &cs, const std
     return i & 1 ? (double)x[i - 1] * s + (double)x[i] * c : (double)x[i] * c - (double)x[i + 1] * s;
 }
 
+/* Tokens of latent attention whose new rows are checked: latents and shared key, which shared_norm norms if it is not
+ * empty. */
+struct mla_rows {
+    int pos, n_tok, latent, rope;
+    bool fp8;
+    int ring; /* rows of the cache tensors; 0: as many as there are tokens */
+    std::vector<float> norm, shared_norm, cs, sn;
+    test_cache k, v;
+    test_heads kv;
+    gpu_array<float> norm_d, shared_d, cs_d, sn_d;
+    mla_rows(int at, int n, int n_latent, int n_rope, bool is_fp8, bool shared, int ring_rows)
+        : pos(at), n_tok(n), latent(n_latent), rope(n_rope), fp8(is_fp8), ring(ring_rows),
+          norm(random_floats(latent, 1)), shared_norm(random_floats(shared ? rope : 0, 1)),
+          cs(random_floats(n_tok * rope / 2, 0.7)), sn(random_floats(n_tok * rope / 2, 0.7)),
+          k(pos + n_tok, latent, ATTN_GROUP, fp8, ring), v(pos + n_tok, rope, rope, false, ring),
+          kv(n_tok, 1, latent + rope, latent, 0.5), norm_d(norm), shared_d(shared_norm), cs_d(cs), sn_d(sn) {}
+    /* Gives the kernel its arguments. Before it runs the rows have no values. */
+    void ask(struct rope_args *r) {
+        r->cs = cs_d, r->sn = sn_d, r->k = kv.d, r->k_norm = norm_d, r->kp = k.p, r->vp = v.p;
+        r->shared_norm = shared_norm.empty() ? NULL : shared_d.p, r->k_stride = (size_t)kv.stride;
+        r->n_head_kv = 1, r->rope = rope, r->latent = latent, r->eps = 1e-6f;
+        k.forget(pos, n_tok), v.forget(pos, n_tok);
+        kv.d.arrive();
+    }
+    /* Returns how many rows are wrong. */
+    int wrong() {
+        int rows = 0;
+        k.read(pos, n_tok), v.read(pos, n_tok);
+        for (int t = 0; t < n_tok; t++) {
+            std::vector<float> from(kv.row(t, 0) + latent, kv.row(t, 0) + latent + rope);
+            std::vector<double> want;
+            const double unit = rms_factor(from.data(), rope);
+            for (size_t i = 0; i < shared_norm.size(); i++) from[i] *= (float)(unit * (double)shared_norm[i]);
+            for (int i = 0; i < rope; i++) want.push_back(mla_turned(from.data(), cs, sn, rope, t, i));
+            rows += !row_near(k.p, &k.value[(size_t)((pos + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
+            rows += !row_near(v.p, &v.value[(size_t)((pos + t) * rope)], want);
+        }
+        return rows;
+    }
+};
+
 /* Queries into the latent space, and the new rows of the cache. */
 static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope,
-                          float temperature = 0, bool shared = false) {
+                          float temperature = 0, bool shared = false, int ring = 0) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
-    test_cache k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
-    test_heads q(n_tok, n_head, d, d, 1), kv(n_tok, 1, key, latent, 0.5);
-    const std::vector<float> norm = random_floats(latent, 1), shared_norm = random_floats(rope, 1),
-                             cs = random_floats(n_tok * rope / 2, 0.7), sn = random_floats(n_tok * rope / 2, 0.7);
-    gpu_array<float> norm_d(norm), shared_d(shared_norm), cs_d(cs), sn_d(sn);
+    mla_rows rows(pos, n_tok, latent, rope, fp8, shared, ring);
+    test_heads q(n_tok, n_head, d, d, 1);
     gpu_array<uint16_t> y((size_t)(n_tok * n_head * key));
     gpu_batch b(pos, n_tok, pos);
     struct mla_query_args p = {};
     struct rope_args &r = p.rope;
-    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q_rope = y, r.kp = k.p,
-    r.vp = v.p, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
-    r.n_head = n_head, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope, r.eps = 1e-6f;
-    r.temp_scale = temperature, r.temp_length = 3, r.shared_norm = shared ? shared_d.p : NULL;
+    rows.ask(&r);
+    r.batch = b, r.q = q.d, r.q_rope = y, r.q_stride = (size_t)q.stride, r.n_head = n_head, r.d = d, r.nope = nope;
+    r.temp_scale = temperature, r.temp_length = 3;
     p.w = wk.d, p.n_tok = n_tok;
-    k.forget(pos, n_tok), v.forget(pos, n_tok);
-    q.d.arrive(), kv.d.arrive();
+    q.d.arrive();
     mla_query(&p, test_stream);
     finish("queries of MLA");
     const std::vector<uint16_t> got = y.get();
     error_sum sum;
-    int rows = 0;
-    k.read(pos, n_tok), v.read(pos, n_tok);
     for (int t = 0; t < n_tok; t++) {
-        std::vector<float> from(kv.row(t, 0) + latent, kv.row(t, 0) + key);
-        std::vector<double> want;
-        const double unit = rms_factor(from.data(), rope);
-        for (int i = 0; i < rope && shared; i++) from[(size_t)i] *= (float)(unit * (double)shared_norm[(size_t)i]);
-        for (int i = 0; i < rope; i++) want.push_back(mla_turned(from.data(), cs, sn, rope, t, i));
-        rows += !row_near(k.p, &k.value[(size_t)((pos + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
-        rows += !row_near(v.p, &v.value[(size_t)((pos + t) * rope)], want);
         const double f = 1 + (double)temperature * log1p((pos + t) / r.temp_length);
         for (int h = 0; h < n_head; h++)
             for (int i = 0; i < key; i++)
                 sum.add((double)f16_to_f32(got[(size_t)((t * n_head + h) * key + i)]),
                         f * (i < latent ? wk.dot(h, i, q.row(t, h))
-                                        : mla_turned(q.row(t, h) + nope, cs, sn, rope, t, i - latent)));
+                                        : mla_turned(q.row(t, h) + nope, rows.cs, rows.sn, rope, t, i - latent)));
     }
-    expect(sum.nmse() <= 1e-6 && !rows,
-           "type %u, %d tokens, %d heads, %d + %d to %d, shared key normed %d: NMSE %.1e, %d rows are wrong", type,
-           n_tok, n_head, nope, rope, latent, shared, sum.nmse(), rows);
+    const int wrong = rows.wrong();
+    expect(sum.nmse() <= 1e-6 && !wrong,
+           "type %u, %d tokens, %d heads, %d + %d to %d, shared key normed %d, ring %d: NMSE %.1e, %d rows are wrong",
+           type, n_tok, n_head, nope, rope, latent, shared, ring, sum.nmse(), wrong);
+}
+
+/* One split and several, without sinks and with. */
+static void run_attention_splits(struct attn_case c) {
+    for (int i = 0; i < 4; i++) {
+        c.splits = i / 2 ? 64 : 1, c.sinks = i % 2;
+        run_attention(c);
+    }
 }
 
 /* Chosen keys: latents of DeepSeek-V3.2, of one and of two row tiles; blocks of MiniMax-M3. Some tokens see all keys. */
@@ -2123,9 +2159,9 @@ static void run_attention_chosen() {
             struct attn_case c = {};
             c.mla = w[0], c.dk = w[1], c.dv = w[2], c.fp8 = kind & 1, c.prefill = kind & 2, c.n_kv = 1, c.size = 1;
             c.group = two ? 30 : 12, c.block = c.mla ? 1 : two ? 64 : 16, c.top_k = c.mla ? 133 : c.prefill ? 128 : 512;
-            c.n_tok = c.prefill ? 17 : 2, c.pos = c.top_k - 1, c.splits = 1, c.sinks = two;
+            c.n_tok = c.prefill ? 17 : 2, c.pos = c.top_k - 1, c.sinks = two;
             c.gates = c.mla ? NO_GATES : c.prefill ? Q_GATES : two ? SIGMOID_HEADS : SOFTPLUS_VALUES;
-            run_attention(c);
+            run_attention_splits(c);
             c.splits = 64, c.top_k = c.prefill ? c.top_k : two ? 960 : 944, c.latents = true;
             c.pos = (c.top_k + 300) / 64 * 64 + 5; /* of a token's own block few keys count */
             c.n_tok = c.prefill ? 17 : 1;
@@ -2149,16 +2185,20 @@ static void run_attention_long() {
     struct attn_case c = {};
     c.mla = true, c.n_kv = c.group = 1, c.size = 1, c.splits = SPLITS_MAX, c.dk = 80, c.dv = 64, c.block = 1;
     for (int kind = 0; kind < 2 * FMT_COUNT; kind++) { /* wv_b of all formats, for up to 8 tokens and for more */
-        c.fp8 = kind & 1, c.n_tok = kind & 1 ? 16 : 1, c.top_k = 0;
+        c.fp8 = kind & 1, c.n_tok = kind & 1 ? 16 : 1, c.top_k = 0, c.several = false;
+        c.group = kind & 1 ? 1 : 8; /* a single head's largest value may have cancelled */
         c.pos = 15300 + (kind / 2 - c.n_tok) % FMT_COUNT;
         run_attention(c);
         c.top_k = 300, c.pos = 400 + c.pos % FMT_COUNT;
         run_attention(c);
-    }
-    for (int kind = 0; kind < 12; kind++) {
-        c.dk = mla[kind / 4][0], c.dv = mla[kind / 4][1], c.fp8 = kind & 1, c.n_tok = 1, c.group = 12;
-        c.pos = 130, c.splits = kind & 2 ? 2 : 1, c.top_k = 0, c.latents = true;
+        c.top_k = 0, c.several = true;
         run_attention(c);
+    }
+    c.several = false;
+    for (int kind = 0; kind < 6; kind++) {
+        c.dk = mla[kind / 2][0], c.dv = mla[kind / 2][1], c.fp8 = kind & 1, c.n_tok = 1, c.group = 12;
+        c.pos = 130, c.top_k = 0, c.latents = true;
+        run_attention_splits(c);
     }
     c = {};
     c.prefill = true, c.dk = c.dv = 32, c.n_kv = c.group = 1, c.n_tok = 17, c.pos = 14300, c.splits = SPLITS_MAX,
@@ -2176,16 +2216,16 @@ static void run_attention_forms() {
         struct attn_case c = {};
         c.mla = c.latents = c.pools = true, c.fp8 = fp8, c.n_kv = 1, c.group = two ? 30 : 12, c.size = 1;
         for (int d : pooled) {
-            c.dk = c.dv = d, c.block = 4, c.n_tok = 3, c.prefill = false, c.several = two;
-            for (int splits : {1, 2}) { /* two of the tokens see all keys, or none does */
-                c.top_k = 160, c.pos = splits > 1 ? 161 : 300, c.splits = splits;
-                run_attention(c);
+            c.dk = c.dv = d, c.block = 4, c.top_k = 160, c.n_tok = 3, c.prefill = false, c.several = two;
+            for (int pos : {161, 300}) { /* two of the tokens see all keys, or none does */
+                c.pos = pos;
+                run_attention_splits(c);
             }
-            c.several = false, c.n_tok = 17, c.prefill = true, c.top_k = two ? 160 : 0, c.splits = 64;
-            run_attention(c);
+            c.several = false, c.n_tok = 17, c.prefill = true, c.top_k = two ? 160 : 0;
+            run_attention_splits(c);
             if (two) continue;
-            c.splits = 1, c.pos = 0, c.n_tok = 70;
-            run_attention(c);
+            c.pos = 0, c.n_tok = 70;
+            run_attention_splits(c);
         }
         c = {};
         c.fp8 = fp8, c.pools = true, c.n_kv = 2, c.size = 1;
@@ -2222,10 +2262,10 @@ static void run_attention_forms() {
         c.mla = true, c.fp8 = fp8, c.n_kv = 1, c.dk = 320, c.dv = 256, c.group = two ? 20 : 12, c.size = 1;
         c.n_tok = two ? 3 : 1, c.pos = 500, c.splits = 64, c.latents = two;
         run_attention(c);
-        c.splits = 1, c.several = true, c.latents = true, c.pos = 130;
-        run_attention(c);
-        c.several = false, c.n_tok = 17, c.prefill = true, c.splits = two ? 1 : 64;
-        run_attention(c);
+        c.several = true, c.latents = true, c.pos = 130;
+        run_attention_splits(c);
+        c.several = false, c.n_tok = 17, c.prefill = true;
+        run_attention_splits(c);
         c = {};
         c.fp8 = fp8, c.dk = c.dv = 512, c.n_kv = 1, c.group = two ? 30 : 12, c.n_tok = 1, c.pos = 150, c.size = 1;
         for (enum test_gates gates : {Q_GATES, SIGMOID_HEADS, SOFTPLUS_HEADS, SOFTPLUS_VALUES})
@@ -2336,8 +2376,8 @@ extern "C" void cuda_test_attention(void) {
         for (int n : {1, 9}) run_mla_query(type, n > 1, n, 1, n > 1 ? 2048 : 2112, type == GGUF_BF16 ? 7936 : 24, 3584);
     for (enum gguf_type type : format_types)
         for (int n : {3, 12}) run_mla_query(type, true, n, 2, 64, 256, 64, 0.1f);
-    run_mla_query(GGUF_BF16, false, 3, 2, 48, 1024, 64, 0, true),
-        run_mla_query(GGUF_Q8_0, true, 12, 1, 32, 64, 16, 0, true);
+    for (bool fp8 : {false, true}) /* windows, whose shared key is normed */
+        for (int n : {3, 12}) run_mla_query(fp8 ? GGUF_Q8_0 : GGUF_BF16, fp8, n, 1, 64, 2112, 3584, 0, true, n + 1);
     run_mla_expanded<128>(150, 0, 2, 1), run_mla_expanded<128>(40, 300, 1, 8);
     for (auto &type : matrix_types) run_transpose(type.type);
     run_latents(false), run_latents(true);
@@ -2496,8 +2536,6 @@ static void run_head_gate(bool each, bool softplus) {
     expect(!bad, "gates of heads, each %d, softplus %d: %d values are wrong", each, softplus, bad);
 }
 
-/* Windows of one key, around the steps of 64 keys, and of several splits; contexts shorter and much longer; rings as short
- * as they may be; sinks, rotations of neighbors, heads that are not normed, gates. */
 /* Windows that begin anew: no token is in the next chunk, one is, half of them or all are. */
 static void run_chunks() {
     static const int widths[][2] = {{32, 32}, {64, 64}, {128, 128}, {192, 128}, {256, 256}},
@@ -2535,12 +2573,20 @@ static void run_latent_windows() {
                 c.group = groups[(turn / 3 + turn) % 3];
                 while (c.n_tok * c.group > 100) c.group = (c.group + 1) / 2;
                 c.pos = turn % 4 ? (window + (int)(rnd() % 700)) / 64 * 64 - (int)(rnd() % 3) + turn % 2 : 0;
-                c.pos = max(c.pos, 0), c.sinks = turn % 5 > 2, c.several = !c.prefill && turn % 3 == 2;
+                c.pos = max(c.pos, 0), c.sinks = turn % 5 > 2, c.several = !c.prefill && turn / 3 % 2;
                 if (turn++ % 2) c.ring = (window - 1 + c.n_tok + 63) / 64 * 64;
                 run_attention(c);
             }
+    struct attn_case c = {};
+    c.mla = true, c.dk = 1088, c.dv = 1024, c.n_kv = c.group = 1, c.size = 1, c.window = 300, c.splits = 3;
+    for (int i = 0; i < 2 * FMT_COUNT; i++) { /* wv_b of all formats, for up to 8 tokens and for more */
+        c.n_tok = i % 2 ? 16 : 1, c.pos = 600 + i / 2, c.several = i % 4 == 1;
+        run_attention(c);
+    }
 }
 
+/* Windows of one key, around the steps of 64 keys, and of several splits; contexts shorter and much longer; rings as
+ * short as they may be; sinks, rotations of neighbors, heads that are not normed, gates. */
 extern "C" void cuda_test_windows(void) {
     begin_test(14);
     run_chunks();

@@ -485,34 +485,25 @@ static void run_rope_gqa(const struct rope_case &c) {
 }
 
 /* Latent attention in prefill. grows: queries do with the position, and the batch is one of several runs. */
-static void run_rope_mla(bool fp8, int nope, int latent, int rope, bool grows = false) {
+static void run_rope_mla(bool fp8, int nope, int latent, int rope, bool grows, bool shared = false, int ring = 0) {
     enum { TOKENS = 2, HEADS = 5, POS = 5 };
     const int d = nope + rope, key = latent + rope;
-    test_cache k(POS + TOKENS, latent, ATTN_GROUP, fp8), v(POS + TOKENS, rope, rope, false);
-    test_heads q(TOKENS, HEADS, d, d, 1), kv(TOKENS, 1, key, latent, 0.5);
-    const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(TOKENS * rope / 2, 0.7),
-                             sn = random_floats(TOKENS * rope / 2, 0.7);
-    gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
+    mla_rows rows(POS, TOKENS, latent, rope, fp8, shared, ring);
+    test_heads q(TOKENS, HEADS, d, d, 1);
     gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * d)), y((size_t)(TOKENS * HEADS * key));
     gpu_batch b(POS, TOKENS, POS);
     struct rope_args r = {};
-    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q16 = q16, r.q_rope = y;
-    r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
-    r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope;
-    r.eps = 1e-6f, r.batch.several = grows, r.temp_scale = grows ? 0.1f : 0, r.temp_length = 3;
-    k.forget(POS, TOKENS), v.forget(POS, TOKENS);
-    q.d.arrive(), kv.d.arrive();
+    rows.ask(&r);
+    r.batch = b, r.q = q.d, r.q16 = q16, r.q_rope = y, r.q_stride = (size_t)q.stride;
+    r.n_head = HEADS, r.d = d, r.nope = nope;
+    r.batch.several = grows, r.temp_scale = grows ? 0.1f : 0, r.temp_length = 3;
+    q.d.arrive();
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(HEADS, 4), TOKENS), 128, 0, test_stream, r);
     finish("rotations of MLA");
     const std::vector<uint16_t> own = q16.get(), rotated = y.get();
     error_sum sum;
-    int bad = 0;
-    k.read(POS, TOKENS), v.read(POS, TOKENS);
+    int bad = rows.wrong();
     for (int t = 0; t < TOKENS; t++) {
-        std::vector<double> want;
-        for (int i = 0; i < rope; i++) want.push_back(mla_turned(kv.row(t, 0) + latent, cs, sn, rope, t, i));
-        bad += !row_near(k.p, &k.value[(size_t)((POS + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
-        bad += !row_near(v.p, &v.value[(size_t)((POS + t) * rope)], want);
         const double growth = grows ? 1 + 0.1 * log1p((POS + t) / r.temp_length) : 1;
         for (int h = 0; h < HEADS; h++)
             for (int i = 0; i < d; i++) {
@@ -523,11 +514,12 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope, bool grows = 
                 else if (i < nope) sum.add((double)f16_to_f32(plain), growth * (double)x[i]);
                 else
                     sum.add((double)f16_to_f32(rotated[row * (size_t)key + (size_t)(latent + i - nope)]),
-                            growth * mla_turned(x + nope, cs, sn, rope, t, i - nope));
+                            growth * mla_turned(x + nope, rows.cs, rows.sn, rope, t, i - nope));
             }
     }
-    expect(sum.nmse() < 1e-6 && !bad, "fp8 %d, %d + %d of %d latents, growth %d: NMSE %.1e, %d wrong", fp8, nope, rope,
-           latent, grows, sum.nmse(), bad);
+    expect(sum.nmse() < 1e-6 && !bad,
+           "fp8 %d, %d + %d of %d latents, growth %d, shared key normed %d, ring %d: NMSE %.1e, %d wrong", fp8, nope,
+           rope, latent, grows, shared, ring, sum.nmse(), bad);
 }
 
 /* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
@@ -643,10 +635,11 @@ extern "C" void cuda_test_rotations(void) {
         run_rope_gqa({256, 256, 512, 256, false, fp8, true, 0}),
             run_rope_gqa({256, 256, 256, 256, true, fp8, false, 64});
         run_rope_gqa({192, 128, 192, 64, fp8, fp8, fp8, 0});
-        run_rope_gqa({512, 512, 512, 512, false, fp8, true, 0, true});
+        run_rope_gqa({512, 512, 512, 512, false, fp8, true, 64, true});
         run_rope_gqa({512, 512, 512, 512, true, fp8, !fp8, 0, false, true});
         run_rope_gqa({256, 256, 256, 256, false, fp8, true, 64, true});
-        run_rope_mla(fp8, 128, 512, 64), run_rope_mla(fp8, 128, 512, 64, true), run_rope_mla(fp8, 200, 4000, 1000);
+        for (bool grows : {false, true}) run_rope_mla(fp8, 128, 512, 64, grows);
+        for (int ring : {0, 4}) run_rope_mla(fp8, 200, 4000, 1000 + 1024 * !!ring, false, ring, ring);
     }
 }
 
