@@ -47,7 +47,7 @@
  *   Types: matrices and layers                       390  weights, attention, delta net, layer
  *   Types: the table of tensors                      360  every tensor: names, field, shape, who has it
  *   Types: the table of keys                         170  every key: name, kind, range, default
- *   Types: models                                    420  model, family; sizes that follow from them
+ *   Types: models                                    490  model, family; sizes that follow from them
  *   Types: operations                                360  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     340  struct rank; cuda_* functions
  *
@@ -102,7 +102,7 @@
  *   Experts on disk: reading                         250  threads that read parts of the model's files
  *   Experts on disk: slots                           460  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
- *   CPU operations: feed-forward                     500  router and experts
+ *   CPU operations: feed-forward                     570  router and experts
  *   CPU operations: logits and results               150  logits, and operations that wait
  *   CPU operations: memory of a rank                 250  the table of operations; what a rank allocates
  *   Ranks of other processes                         160  what process 0 tells the others; stand-ins for their ranks
@@ -1358,7 +1358,7 @@ enum qk_norm {
     X(LATENT, l->n_latent > 0 && !l->latent_normed)                                   \
     X(SHARED, l->n_ff_shared > 0 && !layer_beside(m, l))                              \
     X(BESIDE, layer_beside(m, l))                                                     \
-    X(EARLY, m->family->early_experts && l->n_expert > 0)                             \
+    X(EARLY, m->family->early_experts && !l->shortcut && l->n_expert > 0)             \
     X(PARTS, layer_parts(m, l))                                                       \
     X(EXPERT_IDS, l->has_expert_ids)                                                  \
     X(BIASES, l->has_biases)                                                          \
@@ -1465,6 +1465,8 @@ struct layer {
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
     bool unit_norm;      /* norms of heads have no weights: they are 1 */
+    bool shortcut;       /* routers and routed experts read what the feed-forward of the layer before reads, which is
+                          * dense (arXiv 2404.05019) */
     bool weighs_input;   /* weights of the router multiply what its experts read, not what they give */
     bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
     int ngrams;          /* rows of this table of n-grams are added to the streams before the layer, 1: of the first of
@@ -1540,14 +1542,16 @@ struct layer {
     const float *skip;                 /* Mamba-2: (whole model's n_value) factors of x that are added to the result */
     const float *delta_norm;           /* (head_v); Mamba-2: (whole model's n_key, values of a group) */
     /* feed-forward: dense when n_expert is 0 */
-    int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
-    int n_expert_used;            /* of them per token */
-    int n_ff, n_ff_shared;        /* hidden width of an expert or dense feed-forward; of the shared expert */
-    int n_latent;                 /* width of the rows that routed experts read and write; 0: n_embd */
-    struct weight router;         /* (n_expert, n_embd) */
-    const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
-    const int32_t *expert_ids;    /* (n_vocab, n_expert_used) experts of a token id; NULL: the router chooses */
-    struct glu glu, sh_glu;       /* of the experts or the dense feed-forward; of the shared expert */
+    int n_expert;              /* routed experts of this layer; pruning makes it differ between layers */
+    int n_expert_used;         /* of them and of n_zero per token */
+    int n_zero;                /* zero-computation experts, the router's outputs from n_expert on: they give what they
+                                   * read (arXiv 2509.01322, section 2.1) */
+    int n_ff, n_ff_shared;     /* hidden width of an expert or dense feed-forward; of the shared expert */
+    int n_latent;              /* width of the rows that routed experts read and write; 0: n_embd */
+    struct weight router;      /* (layer_routes, n_embd) */
+    const float *router_bias;  /* (layer_routes), added for the selection only; NULL: none */
+    const int32_t *expert_ids; /* (n_vocab, n_expert_used) experts of a token id; NULL: the router chooses */
+    struct glu glu, sh_glu;    /* of the experts or the dense feed-forward; of the shared expert */
     struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times; with n_latent
                                    * in place of n_embd where there is one; no gate if ungated */
     bool latent_normed;           /* there is latent_norm, and ranks divide the columns of latent_up */
@@ -1613,6 +1617,7 @@ enum dim {
     DIM_O_LORA,           /* o_lora */
     DIM_GROUPS_OUT,       /* n_out_group * o_lora */
     DIM_EXPERTS,          /* n_expert */
+    DIM_ROUTES,           /* layer_routes */
     DIM_USED,             /* n_expert_used */
     DIM_FF,               /* n_ff */
     DIM_GATE_UP,          /* 2 n_ff */
@@ -1884,9 +1889,9 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_APART | HAS_GATED),
     MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_APART),
     MATRIX("ffn_down",              "mlp.down_proj",                down,        FF,      EMBD,     ONE,     HAS_DENSE_FFN),
-    {"ffn_gate_inp", "mlp.gate", offsetof(struct layer, router), TENSOR_ROUTER, DIM_EMBD, DIM_EXPERTS, DIM_ONE, HAS_EXPERTS, false},
-    VECTOR("ffn_gate_inp.bias",     "mlp.gate.bias",                router.bias, EXPERTS,           HAS_EXPERTS | HAS_BIASES),
-    OPTIONAL("exp_probs_b.bias",    "mlp.gate.e_score_correction_bias", router_bias, EXPERTS,       HAS_EXPERTS),
+    {"ffn_gate_inp", "mlp.gate", offsetof(struct layer, router), TENSOR_ROUTER, DIM_EMBD, DIM_ROUTES, DIM_ONE, HAS_EXPERTS, false},
+    VECTOR("ffn_gate_inp.bias",     "mlp.gate.bias",                router.bias, ROUTES,            HAS_EXPERTS | HAS_BIASES),
+    OPTIONAL("exp_probs_b.bias",    "mlp.gate.e_score_correction_bias", router_bias, ROUTES,        HAS_EXPERTS),
     MATRIX("ffn_gate_exps",         "mlp.experts.*.gate_proj",      gate,        EXPERT,  FF,       EXPERTS, HAS_EXPERTS | HAS_GATED),
     MATRIX("ffn_up_exps",           "mlp.experts.*.up_proj",        up,          EXPERT,  FF,       EXPERTS, HAS_EXPERTS),
     MATRIX("ffn_down_exps",         "mlp.experts.*.down_proj",      down,        FF,      EXPERT,   EXPERTS, HAS_EXPERTS),
@@ -2008,6 +2013,7 @@ static const struct key_rule key_rules[] = {
     {"attention.layer_norm_epsilon",         KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED}, /* of LayerNorm */
     {"expert_count",                         KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS}, /* 0: a dense model */
     {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED}, /* where there are experts */
+    {"expert_zero_count",                    KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 0}, /* zero-computation experts of a layer */
     {"expert_group_count",                   KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 1},
     {"expert_group_used_count",              KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS},
     {"expert_gating_func",                   KEY_INT,  KEY_ONE,    0, GATING_SQRT_SOFTPLUS, 0}, /* 0: the family's */
@@ -2184,6 +2190,7 @@ struct max_dims {
     int rel, sinks, kv_taps, gate_low; /* attention with a bias by distance: relative states, sinks, taps; n_gate_low */
     int planes;        /* a GPU's tiles of tokens: DELTA_PLANES, KDA_PLANES, or 0 without recurrent layers */
     int n_expert_used; /* per token */
+    int n_zero;        /* zero-computation experts */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
     int eh;                                   /* columns of eh_proj; 0: there is no MTP layer */
@@ -2290,11 +2297,11 @@ struct family {
     bool parts;           /* layers with experts have a dense feed-forward beside them, see forward_parts */
     bool beside;          /* files name the shared expert of a layer as a dense feed-forward */
     bool routes_input;    /* routers read the layer's input, without a norm unless early_experts */
-    bool early_experts;   /* routers and routed experts read a norm of the layer's input */
-    bool no_mtp;          /* MTP layers do not run: there is no reference for them */
-    bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
-    bool plain_blocks;    /* blocks of layers are read as they are, not their norms, and halves have no convolutions */
-    bool lagging_streams; /* a half reads the streams as the half before it says, and so does the last row */
+    bool early_experts; /* routers and routed experts read a norm of the layer's input; or see `shortcut` of a layer */
+    bool no_mtp;        /* MTP layers do not run: there is no reference for them */
+    bool mean_streams;  /* the last row is the mean of the streams of hyper-connections */
+    bool plain_blocks;  /* blocks of layers are read as they are, not their norms, and halves have no convolutions */
+    bool lagging_streams;  /* a half reads the streams as the half before it says, and so does the last row */
     const char *last_norm; /* the name of the last norm; NULL: output_norm.weight */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
@@ -2326,6 +2333,19 @@ static inline int mtp_streams(const struct model *m) { return m->n_hc && m->fami
 static inline bool layer_parts(const struct model *m, const struct layer *l) {
     return m->family->parts && l->n_expert > 0;
 }
+
+/* Outputs of a layer's router. */
+static inline int layer_routes(const struct layer *l) { return l->n_expert + l->n_zero; }
+
+/* Routed experts of a token that are read, on average over the router's outputs. */
+static inline int experts_used(const struct layer *l) {
+    const int all = layer_routes(l),
+              n = l->n_zero ? (l->n_expert_used * l->n_expert + all / 2) / all : l->n_expert_used;
+    return n ? n : l->n_expert_used > 0;
+}
+
+/* Whether the experts of the next layer read what this one's feed-forward reads. */
+static inline bool layer_feeds_next(const struct layer *l) { return l->shortcut && !l->n_expert; }
 
 /* Whether files name the feed-forward beside the experts of a layer as a dense one. */
 static inline bool layer_beside(const struct model *m, const struct layer *l) {
@@ -2510,6 +2530,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_O_LORA: return a->o_lora;
     case DIM_GROUPS_OUT: return a->n_out_group * a->o_lora;
     case DIM_EXPERTS: return layer->n_expert;
+    case DIM_ROUTES: return layer_routes(layer);
     case DIM_USED: return layer->n_expert_used;
     case DIM_FF: return layer->n_ff;
     case DIM_GATE_UP: return 2 * layer->n_ff;
@@ -2619,7 +2640,7 @@ static inline double ngrams_reads(const struct model *m) {
 /* Expected number of different experts that n tokens use if they choose independently. */
 static inline double experts_expected(const struct layer *layer, int n) {
     double none = 1;
-    for (int i = 0; i < n; i++) none *= 1 - (double)layer->n_expert_used / layer->n_expert;
+    for (int i = 0; i < n; i++) none *= 1 - (double)layer->n_expert_used / layer_routes(layer);
     return layer->n_expert * (1 - none);
 }
 
@@ -4036,6 +4057,7 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
+    if (m->max.n_zero) return "zero-computation experts";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -4359,7 +4381,7 @@ struct loader {
     float logit_scale;    /* logits are divided by it; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
     int n_ff[MAX_LAYERS]; /* feed_forward_length where layers may lack a feed-forward: 0, they do */
-    int n_latent;
+    int n_latent, n_zero;
     float gate_cap, up_cap;  /* of feed-forwards, see struct glu */
     int gate_low;            /* rank of message gates */
     int rotates[MAX_LAYERS]; /* attention.rope_pattern; 0: the layer's rotation is plain_rope */
@@ -5430,7 +5452,8 @@ static void read_mla(struct loader *l) {
     read_temperature(l);
     /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
     char key[128];
-    for (int il = 0; il < model_blocks(l->m) && !loader_key(l, "expert_gating_func", key); il++) {
+    for (int il = 0;
+         il < model_blocks(l->m) && !l->m->family->softmax_bias && !loader_key(l, "expert_gating_func", key); il++) {
         snprintf(key, sizeof key, "blk.%d.exp_probs_b.bias", il);
         if (gguf_find_tensor(l->g, key)) l->m->gating = GATING_SIGMOID;
     }
@@ -5536,6 +5559,24 @@ static void layer_dots3(struct loader *l, struct layer *layer, int il) {
     layer_sparse(l, layer, il);
     layer->head_gate = GATE_SIGMOID;
     layer->attn.n_gate = 1;
+}
+
+/* Reads the metadata of LongCat-Flash: latent attention, and zero-computation experts. */
+static void read_longcat(struct loader *l) {
+    const struct model *m = l->m;
+    read_mla(l);
+    l->n_zero = loader_int_in(l, "expert_zero_count", KEY_REQUIRED, KEY_LO, MAX_EXPERTS - m->n_expert_max);
+    if (!l->failed && m->n_group > 1)
+        loader_fail(l, "metadata key '%s.expert_group_count' is %d, expected at most 1", l->arch, m->n_group);
+}
+
+/* A layer of LongCat-Flash. A layer of its releases is two: the experts read what the feed-forward of the first reads,
+ * and their sum comes to that of the second, where the file has them. */
+static void layer_longcat(struct loader *l, struct layer *layer, int il) {
+    layer_mla(l, layer, il);
+    layer->shortcut = true;
+    if (layer_has_tensor(l, il, "ffn_gate_inp.weight") && (!il || layer_has_tensor(l, il - 1, "ffn_gate_inp.weight")))
+        loader_fail(l, "layer %d has experts, expected a layer without experts before it", il);
 }
 
 /* Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1). Keys and values of all heads come from one latent
@@ -6468,6 +6509,9 @@ static void forward_ngrams(struct program *p, const struct model *m, int il) {
  * Where a layer norms results, x_t becomes x_t + N(y_t), in place of x_t + y_t, after either half.
  * In Arctic the experts read a norm of the layer's input, and a dense feed-forward what attention has added to:
  * x_t becomes h + E_dense(N(h)) + F(N_2(x_t)), where h = x_t + A(N(x))_t.
+ * In LongCat-Flash (arXiv 2509.01322) of two layers the first one is dense, and the experts of the second read what its
+ * feed-forward reads: h = x_t + A_1(N(x))_t, k = h + E_1(N(h)), g = k + A_2(N(k))_t, x_t becomes g + E_2(N(g)) + F(N(h)).
+ * Some of the router's outputs are zero-computation experts: E_e(h_t) = h_t.
  * Where a layer is parallel, both halves read N(x_t): x_t becomes x_t + A(N(x))_t + F(N(x_t)).
  *
  * Layers in a loop run several times. Each pass begins with the blocks before the loop, and every half of it mixes into
@@ -6496,11 +6540,12 @@ static void forward_ffn(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    const struct input in = m->n_res || half_ready(m, il) ? plain(A_H)
-                            : l->parallel                 ? (struct input){A_H, A_X, partial, NULL, NULL}
-                                                          : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
+    struct input in = m->n_res || half_ready(m, il) ? plain(A_H)
+                      : l->parallel                 ? (struct input){A_H, A_X, partial, NULL, NULL}
+                                                    : half_input(p, m, il, partial, l->ffn_norm, &l->hc_ffn);
+    if (layer_feeds_next(l)) in.in = A_ROUTED;
     struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
-    if (m->family->routes_input) s->in[1] = A_ROUTED;
+    if (m->family->routes_input && l->n_expert) s->in[1] = A_ROUTED;
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
     for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
@@ -6641,6 +6686,9 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "dots3note", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_mtp = true,
      .read = read_dots3,    .layer = layer_dots3},
+    {.arch = "longcat-flash", .gating = GATING_SOFTMAX, .norm_topk_prob = false, .softmax_bias = true, .beside = true,
+     .routes_input = true, .early_experts = true, .no_mtp = true, .read = read_longcat,
+     .layer = layer_longcat},
     {.arch = "hunyuan-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_hunyuan,  .layer = layer_gqa},
     {.arch = "bailingmoe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
@@ -6823,15 +6871,18 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
         return;
     }
     layer->n_expert_used = l->n_expert_used[il];
-    if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)layer->n_expert_used ||
+    const uint64_t least = (uint64_t)(layer->n_expert_used + l->n_zero);
+    if (router->ne[1] > (uint64_t)(m->n_expert_max + l->n_zero) || router->ne[1] < least ||
         router->ne[1] % (uint64_t)m->n_group) {
-        char groups[32] = "";
-        if (m->n_group > 1) snprintf(groups, sizeof groups, ", in %d equal groups", m->n_group);
-        loader_fail(l, "tensor '%s' routes to %llu experts, expected %d to %d%s", name,
-                    (unsigned long long)router->ne[1], layer->n_expert_used, m->n_expert_max, groups);
+        char more[64] = "";
+        if (m->n_group > 1) snprintf(more, sizeof more, ", in %d equal groups", m->n_group);
+        if (l->n_zero) snprintf(more, sizeof more, ", %d of them zero-computation experts", l->n_zero);
+        loader_fail(l, "tensor '%s' routes to %llu experts, expected %llu to %d%s", name,
+                    (unsigned long long)router->ne[1], (unsigned long long)least, m->n_expert_max + l->n_zero, more);
         return;
     }
-    layer->n_expert = (int)router->ne[1];
+    layer->n_zero = l->n_zero;
+    layer->n_expert = (int)router->ne[1] - l->n_zero;
     layer->n_ff = loader_width(l, il, "ffn_down_exps", 0);
     layer->n_ff_shared = loader_width(l, il, m->family->parts || m->family->beside ? "ffn_down" : "ffn_down_shexp", 0);
 }
@@ -7199,6 +7250,7 @@ static void model_max_dims(struct model *m) {
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, recurrent ? layer_dim(m, layer, DIM_MIX) : 0);
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
+        x->n_zero = int_max(x->n_zero, layer->n_zero);
         int *n_ff = layer->n_expert ? &x->n_ff_expert : &x->n_ff_dense;
         *n_ff = int_max(*n_ff, layer->n_ff);
         x->n_ff_shared = int_max(x->n_ff_shared, layer->n_ff_shared);
@@ -7822,8 +7874,9 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
 }
 
 /* Whether a pipeline stage may begin with layer il: not where a layer then takes of one before it the choice of keys,
- * compressed keys or blocks to choose among. */
+ * compressed keys, blocks to choose among, or what its experts read. */
 static bool stage_can_start(const struct model *m, int il) {
+    if (il && layer_feeds_next(&m->layers[il - 1])) return false;
     for (int i = il; i < m->n_layer; i++) {
         const struct attn *a = &m->layers[i].attn;
         if (a->kv_back > i - il || a->candidate_back > i - il) return false;
@@ -8099,6 +8152,13 @@ static const struct synth synths[] = {
      "leading_dense_block_count=1 expert_count=256 expert_used_count=8 expert_feed_forward_length=1536 "
      "expert_shared_count=1 expert_gating_func=2 vocab_size=152064 expert_weights_norm=true "
      "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=8e7 rope.freq_base_swa=5e4"},
+    {"longcat-flash", "longcat-flash", .keys =
+     "context_length=131072 embedding_length=6144 block_count=56 feed_forward_length=12288 attention.head_count=64 "
+     "attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 attention.q_lora_rank=1536 "
+     "attention.kv_lora_rank=512 attention.key_length_mla=192 attention.value_length_mla=128 rope.dimension_count=64 "
+     "expert_count=512 expert_zero_count=256 expert_used_count=12 expert_feed_forward_length=2048 "
+     "expert_gating_func=1 vocab_size=131072 expert_weights_norm=false expert_weights_scale=6 "
+     "attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e7"},
     {"hunyuan-a13b", "hunyuan-moe", .keys =
      "context_length=262144 embedding_length=4096 block_count=32 attention.head_count=32 attention.head_count_kv=8 "
      "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
@@ -8609,13 +8669,15 @@ static uint8_t *synth_read(const struct synth *y, struct model *m, struct loader
     if (gguf_parse(&m->gguf, header, bytes, err, ERR_MAX)) die("synthetic model: %s", err);
     loader_hparams(l);
     s->n_vocab = loader_int(l, "vocab_size");
+    struct layer first = {0};
+    if (!l->failed) m->family->layer(l, &first, 0);
+    const bool both = m->family->parts || first.shortcut; /* a dense feed-forward stands beside the experts */
     s->n_dense = m->n_expert_max ? loader_int(l, "leading_dense_block_count") : MAX_LAYERS;
-    s->n_ff_dense =
-        s->n_dense || m->family->parts ? loader_int_in(l, "feed_forward_length", KEY_REQUIRED, 1, KEY_HI) : 0;
+    s->n_ff_dense = s->n_dense || both ? loader_int_in(l, "feed_forward_length", KEY_REQUIRED, 1, KEY_HI) : 0;
     if (!m->n_expert_max) return header;
     s->n_ff = loader_int(l, "expert_feed_forward_length");
-    const int n_shared = m->family->parts ? 0 : loader_int(l, "expert_shared_count");
-    s->n_ff_shared = m->family->parts ? s->n_ff_dense
+    const int n_shared = both ? 0 : loader_int(l, "expert_shared_count");
+    s->n_ff_shared = both       ? s->n_ff_dense
                      : n_shared ? loader_int_or(l, "expert_shared_feed_forward_length", (double)n_shared * s->n_ff)
                                 : 0;
     return header;
@@ -8848,11 +8910,11 @@ static enum gguf_type synth_backbone(const struct synth *y, int n_in, bool fp8) 
 static void synth_add_layer(struct synth_tensor **list, const struct synth *y, const struct synth_sizes *s,
                             struct loader *l, int il) {
     const struct model *m = l->m;
-    const bool dense = il < s->n_dense;
     const enum gguf_type ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
+    const bool dense = il < s->n_dense || (layer.shortcut && il % 2 == 0);
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
     const bool sees_all = (layer.mixer == MIXER_GQA && dense) || (layer.mixer == MIXER_MLA && layer.attn.window);
     if (layer.mixer != MIXER_CSA && !sees_all && !(shares && (il - y->index_first + 1) % y->index_freq))
@@ -8863,6 +8925,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
     layer.mtp = il >= m->n_layer;
     const bool experts = !dense && !layer.no_ffn;
     layer.n_expert = experts ? m->n_expert_max : 0;
+    layer.n_zero = experts ? l->n_zero : 0;
     layer.n_expert_used = l->n_expert_used[il];
     layer.n_ff = dense ? s->n_ff_dense : experts ? s->n_ff : 0;
     layer.n_ff_shared = experts ? s->n_ff_shared : 0;
@@ -12506,7 +12569,7 @@ struct cpu {
     uint8_t *pack;     /* inputs in the kernels' format: 2 * chunk rows; absorbed latent attention: n * n_head rows */
     uint8_t *pack_h;   /* hidden rows of the feed-forward in the kernels' format */
     float *hidden;     /* hidden rows of the feed-forward's jobs, job by job */
-    float *route;      /* (chunk, n_expert_max) logits of the router */
+    float *route;      /* (chunk, n_expert_max + max.n_zero) logits of the router */
     int32_t *route_id; /* (chunk, n_expert_used) the chosen experts */
     float *route_w;    /* (chunk, n_expert_used) weights of the chosen experts */
     struct ffn_job *jobs; /* (n_expert_max + 1), of which n_jobs are used */
@@ -12516,6 +12579,7 @@ struct cpu {
     int32_t *job_rows;   /* (chunk * n_expert_used) tokens of the jobs */
     float *job_w;        /* (chunk * n_expert_used) weights of the jobs' results */
     float *shared_w;     /* (chunk) weights of the shared expert */
+    float *zero_w;       /* (chunk) of the zero-computation experts together; NULL: there are none */
     float *row_sums;     /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
     float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) recurrent: q, k, v after the convolution */
     struct short_taps *short_taps; /* (model_blocks) of short convolutions; zeros where a layer has none */
@@ -15946,7 +16010,7 @@ static float sparsemixer_weight(const float *logits, const float *pick, int n, f
  * torch.topk's do in practice. given (n_expert_used): the ids, NULL: these are chosen. */
 static void route_token(const struct model *m, const struct layer *layer, const int32_t *given, float *logits,
                         int32_t *ids, float *weights) {
-    int n = layer->n_expert, k = layer->n_expert_used, per = n / m->n_group;
+    int n = layer_routes(layer), k = layer->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
     if (m->gating == GATING_SOFTMAX) {
         float mx = -INFINITY, sum = 0;
@@ -16034,7 +16098,12 @@ static void ffn_jobs_routed(struct rank *r, int il) {
         slot += (size_t)count[e];
         hidden += (size_t)count[e] * (size_t)layer->up.n_out;
     }
+    for (int t = 0; t < r->n_tok && layer->n_zero; t++) r->cpu->zero_w[t] = 0;
     for (int i = 0; i < r->n_tok * k; i++) {
+        if (r->cpu->route_id[i] >= layer->n_expert) {
+            r->cpu->zero_w[i / k] += r->cpu->route_w[i];
+            continue;
+        }
         int j = at[r->cpu->route_id[i]]++;
         r->cpu->job_rows[j] = i / k;
         r->cpu->job_w[j] = r->cpu->route_w[i];
@@ -16406,12 +16475,20 @@ static void ffn_latent_run(struct rank *r, int il, enum act x, enum act out, int
     linear_each(r, sum, (const struct weight *const[]){&layer->latent_up, NULL}, SLOTS(out));
 }
 
+/* Adds to `out` what the zero-computation experts give, which is what they read. */
+static void ffn_zero(struct rank *r, enum act reads, enum act out) {
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        r->cpu->k->scale_add(act_row(r, reads, t), r->cpu->zero_w[t], act_row(r, out, t), r->width[out]);
+    op_end(0, "zero-computation experts");
+}
+
 /* Runs the jobs, whose experts read a latent or what the router reads, and then the shared expert, which reads x. */
 static void ffn_apart(struct rank *r, int il, enum act x, enum act routed, enum act out, int per_job) {
     if (r->m->layers[il].n_latent) ffn_latent_run(r, il, x, out, per_job);
     else {
         ffn_run(r, il, routed, out, per_job, false);
         if (r->stats) stats_add(r, il, routed);
+        if (r->m->layers[il].n_zero && !r->m->shard.rank) ffn_zero(r, routed, out);
     }
     if (team_arrive()) {
         ffn_jobs_shared(r, il, x, 0);
@@ -16426,14 +16503,14 @@ static void ffn_apart(struct rank *r, int il, enum act x, enum act routed, enum 
 static void ffn_routed(struct rank *r, int il, enum act x, enum act routed, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
-    const int k = layer->n_expert_used, per_job = ceil_by(r->n_tok * k, layer->n_expert);
+    const int k = layer->n_expert_used, per_job = ceil_by(r->n_tok * k, layer_routes(layer)),
+              stride = m->n_expert_max + m->max.n_zero;
     const struct packed p = linear_pack(r, &layer->router, r->act[routed], r->width[routed], r->n_tok);
-    linear_rows(r, &layer->router, &p, r->n_tok, r->cpu->route, m->n_expert_max);
+    linear_rows(r, &layer->router, &p, r->n_tok, r->cpu->route, stride);
     team_barrier();
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         route_token(m, layer, layer->expert_ids ? layer->expert_ids + (ptrdiff_t)r->tokens[t] * k : NULL,
-                    r->cpu->route + (size_t)t * (size_t)m->n_expert_max, r->cpu->route_id + t * k,
-                    r->cpu->route_w + t * k);
+                    r->cpu->route + (size_t)t * (size_t)stride, r->cpu->route_id + t * k, r->cpu->route_w + t * k);
     if (team_arrive()) {
         ffn_jobs_build(r, il, x);
         team_release();
@@ -16843,12 +16920,13 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->pack = cpu_own(r, pack, 1);
     r->cpu->pack_h = cpu_own(r, c * (used + 1), pack_h);
     r->cpu->hidden = cpu_own(r, c * hidden, sizeof(float));
-    r->cpu->route = cpu_own(r, c * (size_t)m->n_expert_max, sizeof(float));
+    r->cpu->route = cpu_own(r, c * (size_t)(m->n_expert_max + x->n_zero), sizeof(float));
     r->cpu->route_id = cpu_own(r, c * used, sizeof *r->cpu->route_id);
     r->cpu->route_w = cpu_own(r, c * used, sizeof(float));
     r->cpu->job_rows = cpu_own(r, c * used, sizeof *r->cpu->job_rows);
     r->cpu->job_w = cpu_own(r, c * used, sizeof(float));
     r->cpu->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
+    r->cpu->zero_w = cpu_own(r, x->n_zero ? c : 0, sizeof(float));
     r->cpu->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
     r->cpu->mix = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * (size_t)x->mix : 0, sizeof(float));
     r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * (size_t)(x->decays + x->values) : 0, sizeof(float));
@@ -17116,6 +17194,8 @@ static void question_read(struct rank *r, const struct expert_question *q, int i
             r->cpu->route_id[t * k + n[t]] = q->job[j].expert;
             r->cpu->route_w[t * k + n[t]++] = q->weight[j * DECODE_MAX_TOKENS + t];
         }
+    for (int t = 0; t < q->n_tok; t++) /* the GPU adds what zero-computation experts give */
+        while (n[t] < k) r->cpu->route_id[t * k + n[t]++] = r->m->layers[il].n_expert;
 }
 
 static void question_body(void *arg) {
@@ -17129,7 +17209,7 @@ static void question_body(void *arg) {
         ffn_jobs_order(a->r);
         team_release();
     }
-    const int per_job = ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert);
+    const int per_job = ceil_by(a->r->n_tok * layer->n_expert_used, layer_routes(layer));
     if (layer->n_latent) ffn_latent_run(a->r, a->il, A_H, A_OUT, per_job);
     else ffn_run(a->r, a->il, A_H, A_OUT, per_job, false);
 }
@@ -18347,7 +18427,7 @@ static double layers_use(const struct model *m, int from, int to, int n, double 
             if (!rule_is_weight(rule) || rule->out == DIM_VOCAB || rule->out == DIM_TOKENS) continue;
             const struct weight *w = rule_weight(rule, layer);
             const bool routed = rule_routed(rule);
-            double used = routed ? layer->n_expert_used : w->n_expert;
+            double used = routed ? experts_used(layer) : w->n_expert;
             *per_token += used * w->n_in * w->n_out;
             bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(layer, n) : used);
         }
@@ -26176,7 +26256,7 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-moe-16b, mistral-small-4, deepseek-v3.2, deepseek-v4-flash,\n"
                                     "deepseek-v4.1-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
                                     "glm-4.7-flash, glm-5, glm-5.2, hy4-preview, dots.llm1, dots.3-note,\n"
-                                    "hunyuan-a13b, ling-lite, ling-flash-2, granite-4.0-h-small,\n"
+                                    "longcat-flash, hunyuan-a13b, ling-lite, ling-flash-2, granite-4.0-h-small,\n"
                                     "granite-swash-3b-a600m, granite-3.1-1b-a400m, k-exaone-236b-a23b, trinity-mini,\n"
                                     "maple-preview, qwen3-vl-30b-a3b, north-mini-code, phi-3.5-moe, dbrx-132b,\n"
                                     "arctic-480b, smallthinker-21b-a3b, llama-4-scout, qwen3.5-35b-a3b, qwen3.8-27b,\n"
@@ -31971,8 +32051,8 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     const struct weight *w = rule_weight(rule, layer);
     if (rule->kind == TENSOR_IDS) return 4 * (int64_t)layer->n_expert_used;
     if (rule->kind == TENSOR_MATRIX)
-        return plan_matrix_reads(cpu, w, rule_routed(rule) ? layer->n_expert_used : w->n_expert);
-    if (rule_routed(rule)) return plan_vector(cpu, rule, m, layer) / layer->n_expert * layer->n_expert_used;
+        return plan_matrix_reads(cpu, w, rule_routed(rule) ? experts_used(layer) : w->n_expert);
+    if (rule_routed(rule)) return plan_vector(cpu, rule, m, layer) / layer->n_expert * experts_used(layer);
     return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(cpu, rule, m, layer);
 }
 
@@ -32315,9 +32395,10 @@ static double plan_prune(struct model *out, const struct model *m, int n) {
         struct layer *layer = &out->layers[il];
         *layer = m->layers[il];
         all += layer->n_expert;
-        if (layer->n_expert > n && plan_prunable(layer))
-            layer->n_expert = layer->router.n_out = layer->gate.n_expert = layer->up.n_expert = layer->down.n_expert =
-                n;
+        if (layer->n_expert > n && plan_prunable(layer)) {
+            layer->n_expert = layer->gate.n_expert = layer->up.n_expert = layer->down.n_expert = n;
+            layer->router.n_out = layer_routes(layer);
+        }
         retained += layer->n_expert;
         out->n_expert_max = int_max(out->n_expert_max, layer->n_expert);
     }
@@ -33120,7 +33201,7 @@ static double plan_more_experts(const struct plan *p, int i, const struct model 
         const struct layer *layer = &m->layers[il];
         const struct weight *const w[3] = {&layer->gate, &layer->up, &layer->down};
         for (int j = 0; j < 3 && layer->n_expert; j++)
-            more += (double)plan_matrix_reads(false, w[j], 1) * (experts_expected(layer, n) - layer->n_expert_used);
+            more += (double)plan_matrix_reads(false, w[j], 1) * (experts_expected(layer, n) - experts_used(layer));
     }
     const double cpu = plan_cpu_seconds(p, m, n) - plan_cpu_seconds(p, m, 1);
     const double disk = plan_disk_bytes(p, m, n, false) - plan_disk_bytes(p, m, 1, false);
@@ -33305,7 +33386,10 @@ static void plan_line(char **text, const char *title, const char *name, const st
 
 /* Says how many experts a token uses. */
 static const char *ffn_text(const struct model *m, char out[64]) {
-    if (m->n_expert_max) snprintf(out, 64, "%d of %d experts per token", m->max.n_expert_used, m->n_expert_max);
+    if (m->max.n_zero)
+        snprintf(out, 64, "%d of %d experts and %d without computation per token", m->max.n_expert_used,
+                 m->n_expert_max, m->max.n_zero);
+    else if (m->n_expert_max) snprintf(out, 64, "%d of %d experts per token", m->max.n_expert_used, m->n_expert_max);
     else snprintf(out, 64, "dense");
     return out;
 }
@@ -33820,7 +33904,7 @@ static struct store *store_start(const struct model *m, struct store_options o, 
         most = int_max(most, s->layer[il].n_slot);
         whole &= s->layer[il].n_slot == layer->n_expert;
         all += (double)layer->n_expert * (double)expert_bytes(layer);
-        if (il < m->n_layer) token += (double)layer->n_expert_used * (double)expert_bytes(layer);
+        if (il < m->n_layer) token += (double)experts_used(layer) * (double)expert_bytes(layer);
     }
     if (rate > 0) snprintf(at, sizeof at, " at %.1f GB/s", rate * 1e-9);
     if (o.ring_only) {
@@ -34835,6 +34919,7 @@ static void info_experts(const struct model *m) {
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
     if (by_id) printf(", by token ids in %d layer%s", by_id, by_id > 1 ? "s" : "");
     if (m->max.latent) printf(", of a latent of %d", m->max.latent);
+    if (m->max.n_zero) printf(", and %d zero-computation experts", m->max.n_zero);
     printf("\nexperts kept  ");
     for (int from = info_next_ffn(m, 0), to = from; from < m->n_layer; from = to) {
         int last = from;
@@ -34910,7 +34995,7 @@ static void info_step(char **out, const struct model *m, const struct step *s) {
     for (int i = 0; s->w[i]; i++) {
         const struct weight *w = s->w[i];
         const bool routed = s->op == OP_norm_ffn && w->n_expert > 1;
-        const int used = routed ? m->layers[s->il].n_expert_used : w->n_expert;
+        const int used = routed ? experts_used(&m->layers[s->il]) : w->n_expert;
         sb_printf(&matrices, i ? ", %s " : "  %s ", weight_name(m, s->il, w));
         if (routed) sb_printf(&matrices, "%d of ", used);
         if (w->n_expert > 1) sb_printf(&matrices, "%d x ", w->n_expert);

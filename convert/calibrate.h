@@ -66,7 +66,7 @@ static uint64_t routers_hash(const struct model *m) {
     float *row = xcalloc((size_t)m->n_embd, sizeof *row);
     for (int il = 0; il < m->n_layer; il++) {
         const struct weight *w = &m->layers[il].router;
-        for (int e = 0; e < m->layers[il].n_expert; e++) {
+        for (int e = 0; e < layer_routes(&m->layers[il]); e++) {
             gguf_dequantize_row(w->type, w->data + (size_t)e * w->row_bytes, row, (size_t)w->n_in);
             h = hash_bytes(h, row, (size_t)w->n_in * sizeof *row);
         }

@@ -898,6 +898,8 @@ static struct checkpoint {
     const char *prefix;              /* of every tensor name: "" or "language_model." */
     const char *body;                /* follows it in all names but the output matrix's, such as "model." */
     const char *layers;              /* follows it in names of layers, before their numbers; NULL: "layers." */
+    bool halved;                     /* two layers of GGUF are one layer of its names, which have the half where the
+                                      * renaming has '@' */
     const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
     const char *pre;                 /* the pre-tokenizer, whatever tokenizer.json has; NULL: the one it has */
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
@@ -1068,7 +1070,7 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_COMPRESS_RATIO] = "tokens of a compressed key", [DIM_INDEX_COMPRESSED] = "2 index_head_dim",
     [DIM_GROUP_IN] = "num_attention_heads / o_groups x head_dim",
     [DIM_O_LORA] = "o_lora_rank", [DIM_GROUPS_OUT] = "o_groups x o_lora_rank",
-    [DIM_EXPERTS] = "the layer's experts", [DIM_LATENT] = "moe_latent_size",
+    [DIM_EXPERTS] = "the layer's experts", [DIM_ROUTES] = "the layer's experts and zero_expert_num", [DIM_LATENT] = "moe_latent_size",
     [DIM_CONV] = "linear_conv_kernel_dim",
     [DIM_KEY] = "linear_num_key_heads x linear_key_head_dim",
     [DIM_VALUES] = "linear_num_value_heads", [DIM_VALUE] = "linear_num_value_heads x linear_value_head_dim",
@@ -1128,6 +1130,7 @@ static const char *dim_name(enum dim d) {
     case DIM_GATE_UP: return fmt("2 %s", src.dense_key);
     case DIM_EXPERT: return dim_name(l->n_latent ? DIM_LATENT : DIM_EMBD);
     case DIM_SHARED: return src.shared_count ? fmt("%s x %s", src.shared_key, src.shared_count) : src.shared_key;
+    case DIM_ROUTES: return dim_names[l->n_zero ? d : DIM_EXPERTS];
     default: return dim_names[d];
     }
 }
@@ -1154,6 +1157,11 @@ static const char *hf_name(int layer, const char *rest) {
         if (mtp && r->where == BESIDE) return fmt("%s%s%s", src.prefix, mtp, rest);
         second = r->where == SECOND;
         break;
+    }
+    if (src.halved && layer >= 0) {
+        const char *at = strchr(rest, '@');
+        if (at) rest = fmt("%.*s%d%s", (int)(at - rest), rest, layer % 2, at + 1);
+        layer /= 2;
     }
     if (src.mtp_halves) number = 2 * number + second;
     if (mtp) return fmt("%s%s%s%d.%s", src.prefix, mtp, src.mtp_bare ? "" : "layers.", number, rest);
@@ -1949,6 +1957,7 @@ static struct layer layer_shape(int layer) {
     if (src.has_indexer) a->n_index = src.has_indexer(layer) ? whole->n_index : 0;
     l.n_expert = src.experts[layer];
     l.n_expert_used = l.n_expert ? src.top_k : 0;
+    l.n_zero = l.n_expert ? made.loader.n_zero : 0;
     l.n_ff = l.no_ffn ? 0 : ff_width(l.n_expert ? src.width_key : src.dense_key, 1);
     l.n_latent = l.n_expert ? made.loader.n_latent : 0;
     if (layer_parts(&made.model, &l)) l.n_ff_shared = ff_width(src.dense_key, 1);
@@ -2111,6 +2120,7 @@ static void check_all_used(void) {
         }
         const char *at = strstr(t->name, ".experts.");
         if (found == 1 && at) found += sscanf(at, ".experts.%5u.", &expert);
+        if (src.halved) layer = 2 * layer + 1;
         if (found >= 1 && layer >= (unsigned)(src.n_layer + src.n_mtp))
             die("%s: layer %u is out of range: num_hidden_layers is %d, num_nextn_predict_layers %d", where(t), layer,
                 src.n_layer, src.n_mtp);
@@ -3049,6 +3059,24 @@ static void config_dots3(void) {
     }
     expect(c, "layer_types", src.window && has_indexer_dots3(0), "layers with a window, and none in layer 0");
 }
+
+/* Whether a layer of LongCat-Flash is the first half of one of the release's. */
+static bool is_dense_longcat(int layer) { return layer % 2 == 0; }
+
+static void put_longcat(void) {
+    kv_u32("expert_zero_count", (size_t)get_int(src.cfg, "zero_expert_num", 0, MAX_EXPERTS - src.n_expert, 0));
+}
+
+static const struct renaming longcat_names[] = {
+    {"input_layernorm", "input_layernorm.@", EVERYWHERE},
+    {"post_attention_layernorm", "post_attention_layernorm.@", EVERYWHERE},
+    {"self_attn", "self_attn.@", EVERYWHERE},
+    {"mlp.gate_proj", "mlps.@.gate_proj", EVERYWHERE},
+    {"mlp.up_proj", "mlps.@.up_proj", EVERYWHERE},
+    {"mlp.down_proj", "mlps.@.down_proj", EVERYWHERE},
+    {"mlp.gate.e_score_correction_bias", "mlp.router.e_score_correction_bias", EVERYWHERE},
+    {"mlp.gate", "mlp.router.classifier", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of Hunyuan-A13B. The alpha of its releases makes a context of 256K tokens, whatever
  * max_position_embeddings says, as in llama.cpp. */
@@ -4329,6 +4357,16 @@ static const struct release {
              .has_indexer = has_indexer_dots3, .grown_latents = true, .mtp_unsaid = true,
              .mtp_why = "moe has no reference for it", .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .eps = 1e-5, .put = put_dots3}},
+    {.type = "longcat_flash",
+     .names = "num_hidden_layers num_layers num_experts_per_tok moe_topk? intermediate_size ffn_hidden_size? "
+              "moe_intermediate_size expert_ffn_hidden_size?",
+     .fixed = "attention_method MLA mla_scale_q_lora true mla_scale_kv_lora true router_bias false norm_topk_prob false "
+              "zero_expert_type identity ngram_vocab_size_ratio none oe_vocab_size_ratio none",
+     .src = {.arch = "longcat-flash", .renaming = longcat_names, .halved = true, LATENT, .is_dense = is_dense_longcat,
+             .experts_key = "n_routed_experts", .experts_other = "num_local_experts",
+             .shared_key = "intermediate_size", .n_shared = 1, .grown_latents = true, .mtp_beside = true,
+             .mtp_why = "moe has no reference for it", .router_bias = bias_name,
+             .scaling_factor = "routed_scaling_factor", .rope_theta = 1e7, .eps = 1e-5, .put = put_longcat}},
     {.type = "deepseek_v4", .config = config_deepseek_v4,
      .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
               "norm_topk_prob true mlp_bias false",
@@ -4646,8 +4684,9 @@ static void config_read(void) {
     if (!src.kv_key) src.kv_key = "num_key_value_heads";
     if (r->names) config_rename(r->names);
     src.kinds = r->kinds ? r->kinds() : NULL;
-    src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16,
+    src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, (MAX_LAYERS - 16) / (src.halved ? 2 : 1),
                                src.kinds ? (int64_t)strlen(src.kinds) : REQUIRED);
+    if (src.halved) src.n_layer *= 2;
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
     if (r->level) config_level(r->level);
     if (src.experts_if && !get_bool(src.cfg, src.experts_if, false)) src.experts_key = NULL;
@@ -7129,15 +7168,15 @@ static const struct manual manual = {
              "qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3, qwen3_next, qwen4_exp,\n"
              "qwen4_exp_text, deepseek_v3, deepseek_v2, deepseek, deepseek_v32, deepseek_v4,\n"
              "deepseek_v41, deepseek_v41_text, kimi_k2, kimi_k25, hy_v3, glm4_moe, solar_open,\n"
-             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, dots3_note, hy_v4, hunyuan_v1_moe,\n"
-             "bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe, granitemoeshared,\n"
-             "granitemoehybrid, granitemoe_swa, granite_swa, exaone_moe, afmoe, cohere2_moe,\n"
-             "dbrx, lfm2_moe, arctic, maple, smallthinker, llama4, llama4_text, phimoe,\n"
-             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
-             "llama, mistral, mistral3, ministral3, mistral4, gemma4, gemma4_text, olmoe,\n"
-             "qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna, mellum, mimo_v2_flash,\n"
-             "mimo_v2, kimi_linear, kimi_k3, bailing_hybrid, glm5_next, inkling2,\n"
-             "inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "glm4_moe_lite, glm_moe_dsa, glm4, dots1, dots3_note, longcat_flash, hy_v4,\n"
+             "hunyuan_v1_moe, bailing_moe, bailing_moe_v2, sarvam_moe, granitemoe,\n"
+             "granitemoeshared, granitemoehybrid, granitemoe_swa, granite_swa, exaone_moe,\n"
+             "afmoe, cohere2_moe, dbrx, lfm2_moe, arctic, maple, smallthinker, llama4,\n"
+             "llama4_text, phimoe, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
+             "minimax_m3, mixtral, llama, mistral, mistral3, ministral3, mistral4, gemma4,\n"
+             "gemma4_text, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mellum, mimo_v2_flash, mimo_v2, kimi_linear, kimi_k3, bailing_hybrid, glm5_next,\n"
+             "inkling2, inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16, or FP8 stays with --backbone fp8. BF16, F16 and F32 are kept. Norms and\n"
              "routers become F32.\n",

@@ -86,6 +86,7 @@ static struct {
     int n_trunk, n_mtp;               /* layers of the trunk, layers for MTP; with and without experts */
     bool mtp_halves;                  /* a layer for MTP is two of their names: attention and experts */
     int top_k, n_group, n_group_used; /* experts per token, routing groups, groups per token */
+    int n_zero;                       /* zero-computation experts of a layer, after the others */
     int min_experts;                  /* that a layer must retain for top_k and the groups */
     int original_experts;             /* of a layer before any pruning; 0: unknown */
     bool pruned;                      /* the source has been pruned before */
@@ -570,8 +571,9 @@ static struct gguf gguf; /* the source */
 
 /* How a tensor is copied. */
 struct slicing {
-    int layer;    /* index into m.layers: has one slice for each expert of that layer; -1: copied whole */
-    bool dropped; /* not copied, because it is of an MTP layer and --mtp drop was given */
+    int layer;     /* index into m.layers: has one slice for each expert of that layer; -1: copied whole */
+    size_t n_zero; /* slices after these, of zero-computation experts, which stay */
+    bool dropped;  /* not copied, because it is of an MTP layer and --mtp drop was given */
 };
 
 static struct slicing *slicings; /* (gguf.n_tensors) */
@@ -671,15 +673,17 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     int block = tensor_block(name, &rest);
     struct expert_layer *layer = block < 0 ? NULL : layer_find(block);
     c->layer = -1;
+    c->n_zero = 0;
     c->dropped = opts.mtp == MTP_DROP && block >= m.n_trunk;
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
     if (!strcmp(rest, "ffn_gate_inp.scale") || !strcmp(rest, "ffn_norm_exps.weight")) return; /* of what these read */
     if (!layer) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
     uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (all == 1 && ends_with(rest, "scale")) return; /* one scale for all experts */
-    if (n != (uint64_t)layer->n)
-        die("'%s': tensor '%s' ends in a dimension of %llu, the layer has %d experts", m.path, name,
-            (unsigned long long)n, layer->n);
+    if (!strstr(rest, "_exps.")) c->n_zero = (size_t)m.n_zero;
+    if (n != (uint64_t)layer->n + c->n_zero)
+        die("'%s': tensor '%s' ends in a dimension of %llu, the layer has %d experts%s", m.path, name,
+            (unsigned long long)n, layer->n, c->n_zero ? fmt(" and %zu without computation", c->n_zero) : "");
     if (t->n_dims == 1 && gguf_type_info(t->type).block > 1)
         die("'%s': tensor '%s' has the type %s, which cannot be cut by expert", m.path, name,
             gguf_type_info(t->type).name);
@@ -700,6 +704,7 @@ static void gguf_read(const char *path) {
     m.n_mtp = meta_int(arch_key("nextn_predict_layers"), 0, 0, blocks - 1);
     m.n_trunk = blocks - m.n_mtp;
     m.top_k = meta_int(arch_key("expert_used_count"), -1, 1, MAX_EXPERTS);
+    m.n_zero = meta_int(arch_key("expert_zero_count"), 0, 0, MAX_EXPERTS);
     m.n_group = meta_int(arch_key("expert_group_count"), 1, 0, MAX_EXPERTS);
     if (!m.n_group) m.n_group = 1;
     m.n_group_used = meta_int(arch_key("expert_group_used_count"), m.n_group, m.n_group > 1, m.n_group);
@@ -710,7 +715,8 @@ static void gguf_read(const char *path) {
     for (int b = 0; b < blocks; b++) {
         const struct gguf_tensor *t = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_inp.weight", b));
         if (!t) continue;
-        struct expert_layer *layer = layer_add(b, t->n_dims == 2 ? (size_t)t->ne[1] : 0, kv_name(t->name));
+        const size_t n = t->n_dims == 2 && t->ne[1] > (uint64_t)m.n_zero ? (size_t)t->ne[1] - (size_t)m.n_zero : 0;
+        struct expert_layer *layer = layer_add(b, n, kv_name(t->name));
         layer->hash_routed = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid", b)) ||
                              gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid.weight", b));
         if (b < m.n_trunk) gguf_hash_router(t);
@@ -837,7 +843,8 @@ static size_t gguf_plan(void) {
         char name[GGUF_MAX_NAME + 1];
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.p);
         if (slicings[i].dropped) continue;
-        if (slicings[i].layer >= 0) ne[t->n_dims - 1] = (uint64_t)m.layers[slicings[i].layer].n_retained;
+        if (slicings[i].layer >= 0)
+            ne[t->n_dims - 1] = (uint64_t)m.layers[slicings[i].layer].n_retained + slicings[i].n_zero;
         gguf_add_tensor(&w, name, t->type, t->n_dims, ne);
     }
     free(gguf_head);
@@ -883,7 +890,9 @@ static void gguf_write(char path[PATH_MAX]) {
         if (slicings[i].layer < 0) copy_bytes(s, gguf_offset(t), t->bytes);
         else {
             const struct expert_layer *layer = &m.layers[slicings[i].layer];
-            copy_retained(s, gguf_offset(t), t->bytes / (size_t)layer->n, layer);
+            const size_t all = (size_t)layer->n + slicings[i].n_zero, bytes = t->bytes / all;
+            copy_retained(s, gguf_offset(t), bytes, layer);
+            copy_bytes(s, gguf_offset(t) + (size_t)layer->n * bytes, slicings[i].n_zero * bytes);
         }
         out_write(zeros, gguf_pad(dest.done - from) - (dest.done - from));
         n++;

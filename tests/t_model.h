@@ -626,6 +626,25 @@ static void test_fixtures_lfm2(void) {
     check_fixture("lfm2_moe_nvfp4", NULL);
 }
 
+/* Experts of a layer after one with experts would read nothing that the file says. */
+static void test_fixtures_longcat(void) {
+    struct model m;
+    char path[256], err[ERR_MAX] = "";
+    size_t n;
+    check_fixture("longcat_flash", NULL);
+    check_fixture("longcat_flash_nvfp4", NULL);
+    char *file = slurp(FIXTURES "longcat_flash.gguf", &n), *name = file;
+    if (!file) return;
+    while (name && memcmp(name, "blk.3.ffn_gate_inp", 18)) name = memchr(name + 1, 'b', (size_t)(file + n - name) - 19);
+    if (CHECK(name, "no router in layer 3")) name[4] = '2';
+    snprintf(path, sizeof path, "%s/renamed.gguf", test_dir());
+    FILE *f = fopen(path, "wb");
+    if (!CHECK(f && fwrite(file, 1, n, f) == n && !fclose(f), "%s", path)) return;
+    CHECK(model_load(&m, path, err) && strstr(err, "layer 2 has experts, expected a layer without experts before it"),
+          "%s", err);
+    arrfree(file);
+}
+
 static void test_fixtures_arctic(void) {
     check_fixture("arctic", NULL);
     check_fixture("arctic_nvfp4", NULL);
@@ -2103,6 +2122,7 @@ static void test_cpu_profile(void) {
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
         {"model/fixtures-lfm2", test_fixtures_lfm2}, {"model/fixtures-llama4", test_fixtures_llama4},                  \
         {"model/fixtures-maple", test_fixtures_maple}, {"model/fixtures-arctic", test_fixtures_arctic},                \
+        {"model/fixtures-longcat", test_fixtures_longcat},                                                             \
         {"model/fixtures-smallthinker", test_fixtures_smallthinker},                                                   \
         {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-glm5-next", test_fixtures_glm5_next},    \
         {"model/fixtures-qwen4", test_fixtures_qwen4}, {"model/fixtures-reap", test_fixtures_reap},                    \

@@ -271,6 +271,7 @@ static void test_parallel_kernels(void) {
                                         "lfm2_moe",
                                         "smallthinker",
                                         "arctic",
+                                        "longcat_flash",
                                         "llama4"};
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f += SANITIZED ? 6 : 1)

@@ -37,7 +37,8 @@ static const char *const rank_fixtures[] = {
     "lfm2_moe",      "lfm2_moe_nvfp4",      "smallthinker",      "smallthinker_nvfp4",
     "llama4",        "llama4_nvfp4",        "maple",             "maple_nvfp4",
     "hy_v4",         "hy_v4_nvfp4",         "dots3_note",        "dots3_note_nvfp4",
-    "arctic",        "arctic_nvfp4",        "kimi_k3",           "kimi_k3_nvfp4"};
+    "arctic",        "arctic_nvfp4",        "kimi_k3",           "kimi_k3_nvfp4",
+    "longcat_flash", "longcat_flash_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 
@@ -98,6 +99,10 @@ static void test_ranks_stages(void) {
     CHECK(stage_starts(&m) == 4, "%d beginnings", stage_starts(&m));
     m.layers[3].attn.n_index = 0; /* layer 2 stands before it, of Kimi delta attention */
     CHECK(stage_starts(&m) == 2 && stage_can_start(&m, 1) && !stage_can_start(&m, 2), "%d beginnings before a choice",
+          stage_starts(&m));
+    model_free(&m);
+    if (!fixture_load("longcat_flash", &m)) return;
+    CHECK(stage_starts(&m) == 2 && stage_can_start(&m, 2) && !stage_can_start(&m, 3), "%d beginnings before experts",
           stage_starts(&m));
     model_free(&m);
     check_command(MOE_BIN " -m " FIXTURES "glm_moe_dsa_types.gguf --cpu --pp 3 --raw -p x </dev/null", 2, "",

@@ -668,11 +668,11 @@ static void check_reap_model(const char *name, int keep) {
         if (!layer->n_expert || layer->expert_ids || !CHECK(less->retained, "%s: layer %d", name, il)) continue;
         for (int i = 0; i < 2; i++) {
             if (i ? !*bias[i] : all.gating == GATING_SIGMOID && layer->router_bias) continue;
-            float *b = xmalloc((size_t)layer->n_expert * sizeof *b);
-            for (int e = 0, k = 0; e < layer->n_expert; e++) {
-                const bool stays = k < less->n_expert && less->retained[k] == e;
-                b[e] = !stays ? -1e4f : *bias[i] ? (*bias[i])[e] : 0.0f;
-                k += stays;
+            float *b = xmalloc((size_t)layer_routes(layer) * sizeof *b);
+            for (int e = 0, k = 0; e < layer_routes(layer); e++) {
+                const bool stored = e < layer->n_expert, kept = k < less->n_expert && less->retained[k] == e;
+                b[e] = stored && !kept ? -1e4f : *bias[i] ? (*bias[i])[e] : 0.0f;
+                k += kept;
             }
             *bias[i] = b;
             arrput(all.owned, b);
@@ -745,6 +745,8 @@ static void test_reap_model(void) {
              {"granitemoe", 4},
              {"lfm2_moe", 5},
              {"arctic", 5},
+             {"longcat_flash", 5},
+             {"longcat_flash_nvfp4", 4},
              {"maple", 5},
              {"smallthinker", 5},
              {"llama4", 4},
@@ -1089,6 +1091,9 @@ static void test_reap_calibrated(void) {
     }
     CHECK(ppl[0] > 1 && ppl[1] < 1.6 * ppl[0] && ppl[2] > 2 * ppl[1], "perplexity %.3f, pruned %.3f, by chance %.3f",
           ppl[0], ppl[1], ppl[2]);
+    shell("$OLDPWD/" MOE_BIN
+          " -m $OLDPWD/build/fixtures/longcat_flash.gguf --calibrate head.txt -o z.json -c 512 </dev/null");
+    CHECK(!reap_run("$d/build/fixtures/longcat_flash.gguf z.json -o zero.gguf --keep 5"), "%s", reap_err);
     json_t *j = json_in("s.json"); /* as an interrupted run leaves it */
     json_object_set_new(json_array_get(json_object_get(j, "sources"), 0), "done", json_false());
     scores_write(j, "s.json");

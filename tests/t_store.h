@@ -86,6 +86,7 @@ static void test_store_bits(void) {
                                         "dbrx_nvfp4",
                                         "lfm2_moe",
                                         "arctic_nvfp4",
+                                        "longcat_flash_nvfp4",
                                         "maple_nvfp4",
                                         "smallthinker_nvfp4",
                                         "llama4_nvfp4",

@@ -455,6 +455,7 @@ def indexed(W, config, x, latent, p, layer):
 
 def mla(W, config, x, p, layer):
     dots3 = config["model_type"] == "dots3_note"
+    grown = dots3 or config["model_type"] == "longcat_flash"
     if dots3 and config["layer_types"][layer] == "sliding_attention":  # other sizes, and no indexer
         own = {k.removeprefix("swa_"): v for k, v in config.items() if k.startswith("swa_")}
         config = {k: v for k, v in (config | own).items() if k != "index_topk"} | {"window": config["sliding_window_size"]}
@@ -465,15 +466,16 @@ def mla(W, config, x, p, layer):
         eps = 1e-6
     if config["q_lora_rank"]:
         low = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
-        low *= math.sqrt(config["hidden_size"] / config["q_lora_rank"]) if dots3 else 1
+        low *= math.sqrt(config["hidden_size"] / config["q_lora_rank"]) if grown else 1
         q = low @ W.get(p + "q_b_proj.weight").T
     else:
         low, q = None, x @ W.get(p + "q_proj.weight").T
     q = q.reshape(n, heads, nope + rope)
     latent = x @ W.get(p + "kv_a_proj_with_mqa.weight").T
     kv = rms(latent[:, :rank], W.get(p + "kv_a_layernorm.weight"), eps) @ W.get(p + "kv_b_proj.weight").T
-    if dots3:
+    if grown:
         kv *= math.sqrt(config["hidden_size"] / rank)
+    if dots3:
         latent[:, rank:] = rms(latent[:, rank:], W.get(p + "k_rope_only_layernorm.weight"), eps)
     kv = kv.reshape(n, heads, nope + config["v_head_dim"])
     cos, sin, sharpen = (np.ones((n, rope // 2)), np.zeros((n, rope // 2)), 1) if unrotated else rope_tables(
@@ -1543,6 +1545,26 @@ def block(W, config, x, p, layer):
     return x + ffn(W, h, p + "mlp.", clamped(config))
 
 
+def longcat_trunk(W, config, ids):
+    """The rows after the final norm of LongCat-Flash."""
+    x = W.get("model.embed_tokens.weight")[ids]
+    for layer in range(config["num_layers"]):
+        p = f"model.layers.{layer}."
+        for half in range(2):
+            x = x + mla(W, config, norm(W, config, x, f"{p}input_layernorm.{half}.weight"), f"{p}self_attn.{half}.", layer)
+            h = norm(W, config, x, f"{p}post_attention_layernorm.{half}.weight")
+            read = h if half == 0 else read  # by the experts, whose sum comes after the second half
+            x = x + ffn(W, h, f"{p}mlps.{half}.")
+        score = softmax(read @ W.get(p + "mlp.router.classifier.weight").T)
+        best = np.argsort(-(score + W.get(p + "mlp.router.e_score_correction_bias")), -1)[:, :config["moe_topk"]]
+        weight = np.take_along_axis(score, best, -1) * config["routed_scaling_factor"]
+        for e in range(score.shape[1]):
+            token, slot = np.nonzero(best == e)
+            own = read[token] if e >= config["n_routed_experts"] else ffn(W, read[token], f"{p}mlp.experts.{e}.")
+            x[token] += weight[token, slot, None] * own
+    return norm(W, config, x, "model.norm.weight")
+
+
 def llama4_trunk(W, config, ids):
     """The rows after the final norm of Llama 4."""
     x, n, d = W.get("model.embed_tokens.weight")[ids], len(ids), config["head_dim"]
@@ -1884,6 +1906,8 @@ def trunk(W, config, ids):
         return llama4_trunk(W, config, ids)
     if config["model_type"] == "arctic":
         return arctic_trunk(W, config, ids)
+    if config["model_type"] == "longcat_flash":
+        return longcat_trunk(W, config, ids)
     if config["model_type"] == "smallthinker":
         return thinker_trunk(W, config, ids)
     if config["model_type"] == "deepseek_v41_text":
@@ -1962,8 +1986,9 @@ def check(folder):
     config, W = text_part(json.loads((folder / "config.json").read_text())), Weights(folder)
     if config["model_type"] == "nemotron_h":
         config.setdefault("num_hidden_layers", len(nemotron_kinds(config)))
-    if "n_layers" in config:
-        config["num_hidden_layers"] = config["n_layers"]
+    for name in ("n_layers", "num_layers"):
+        if name in config:
+            config["num_hidden_layers"] = config[name]
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     bias = W.get("lm_head.bias") if W.has("lm_head.bias") else 0
@@ -1990,6 +2015,8 @@ def check(folder):
                "k_proj.k_scale", "v_proj.v_scale")
     if config["model_type"] == "deepseek_v41_text":
         ignored += "vision.", "aligner.", "image_", "mtp.", ".gate.bias_vl"
+    if config["model_type"] == "longcat_flash":
+        ignored += "model.mtp.",
     if config["model_type"] in ("hy_v4", "dots3_note"):
         ignored += "model.mtp", f"model.layers.{config['num_hidden_layers']}."
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]

@@ -1066,6 +1066,18 @@ def dots3(kinds, **changes):
             "vocab_size": VOCAB, **changes}
 
 
+def longcat(**changes):
+    """config.json in the words of LongCat-Flash-Chat."""
+    return {"architectures": ["LongcatFlashForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "attention_method": "MLA", "bos_token_id": EOT, "eos_token_id": IM_END, "expert_ffn_hidden_size": 64,
+            "ffn_hidden_size": 192, "hidden_size": 128, "kv_lora_rank": 64, "max_position_embeddings": 4096,
+            "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "model_type": "longcat_flash", "moe_topk": 4,
+            "n_routed_experts": 8, "num_attention_heads": 4, "num_layers": 2, "q_lora_rank": 96, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000000.0, "routed_scaling_factor": 3.0,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 32,
+            "vocab_size": VOCAB, "zero_expert_num": 4, "zero_expert_type": "identity", **changes}
+
+
 # Words of single families -> those of the others
 ALIASES = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
            "moe_renormalize": "norm_topk_prob"}
@@ -1391,6 +1403,15 @@ SPECS = {
                      swa_head_dim=96, swa_qk_nope_head_dim=32, swa_v_head_dim=32, rms_norm_eps=0.01,
                      moe_intermediate_size=128, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
                      routed_scaling_factor=1.5),
+        declare="modelopt_experts", positions=72, store=[(EXPERTS, "nvfp4")]),
+    "longcat_flash": dict(
+        config=longcat(), positions=72,
+        aside={"model.mtp.embed_tokens.weight": (VOCAB, 128), "model.mtp.layers.0.enorm.m.weight": (128,)}),
+    "longcat_flash_nvfp4": dict(
+        config=longcat(hidden_size=192, num_attention_heads=3, q_lora_rank=64, kv_lora_rank=128,
+                       qk_nope_head_dim=48, qk_rope_head_dim=64, v_head_dim=64, ffn_hidden_size=256,
+                       expert_ffn_hidden_size=128, moe_topk=3, n_routed_experts=6, zero_expert_num=3,
+                       rms_norm_eps=0.01, rope_theta=50000.0, routed_scaling_factor=1.5, tie_word_embeddings=True),
         declare="modelopt_experts", positions=72, store=[(EXPERTS, "nvfp4")]),
     "hy_v4": dict(
         config=hy4("FSFS"), positions=96, mtp_prompt=True, fused=r"model\.", store=[(HY4_F32, "full")]),
@@ -1760,6 +1781,8 @@ def draw(fixture, name, shape, tied, centred):
     layer moves the residual stream and the logits have a standard deviation of 2 to 3.
     centred: the model multiplies by 1 + w where others multiply by w, except after the delta rule."""
     rng = np.random.default_rng([zlib.crc32(fixture.encode()), zlib.crc32(name.encode())])
+    if name.endswith("mlp.router.e_score_correction_bias"):  # beside a softmax of more
+        return rng.uniform(0.02, 0.12, shape).astype(np.float32)
     if "moe_statics" in name:  # beside a softmax
         return rng.uniform(0.1, 0.3, shape).astype(np.float32)
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
@@ -1800,7 +1823,7 @@ def draw(fixture, name, shape, tied, centred):
             ".embeddings.weight", "word_embeddings.weight", "ngram_embedding.weight")):
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
-            "conv1d": 1.5, "out_proj": 2, "router": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5, "Wqkv": 1.25,
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "classifier": 2, "wg": 1.5, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5, "Wqkv": 1.25,
             "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3, "input_mix_weight_down": 8,
             "primary_router": 1.5, "down": 2, "input_linear": 1.5, "output_linear": 2, "layer": 2, "input_mix_weight_up": 4, "block_inject_weight": 5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
@@ -2069,6 +2092,8 @@ def reference_config(config):
     if kind in ("bailing_moe_v2", "sarvam_moe"):  # the implementation of Sarvam
         config = {"partial_rotary_factor": 1.0, **config, "architectures": ["Glm4MoeForCausalLM"],
                   "n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    if kind == "longcat_flash":  # there the rotation is made for head_dim values, which releases have 64 of as well
+        config = {**config, "head_dim": config["qk_rope_head_dim"]}
     if kind == "phimoe":
         rope = {k: v for k, v in config["rope_scaling"].items() if k != "type"}
         config = {**config, "architectures": ["PhimoeForCausalLM"],
@@ -2364,10 +2389,10 @@ def make_model(config):
         kinds = transformers.models
         kinds.hy_v4.modeling_hy_v4.apply_rotary_pos_emb = (
             kinds.deepseek_v3.modeling_deepseek_v3.apply_rotary_pos_emb_interleave)
-        # and norms latents with 1e-6, whatever config.json says
-        for layer in model.model.layers:
-            for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
-                norm.variance_epsilon = config["rms_norm_eps"]
+    if config["model_type"] in ("hy_v4", "longcat_flash"):  # transformers norms latents with 1e-6, whatever config.json says
+        latents = [m for name, m in model.named_modules() if name.endswith(("q_a_layernorm", "kv_a_layernorm"))]
+        for norm in latents:
+            norm.variance_epsilon = config["rms_norm_eps"]
     if config["model_type"] == "phimoe":  # transformers always takes the short factors, the release's code by the length
         rotary, longer = model.model.rotary_emb, config["rope_scaling"]["original_max_position_embeddings"] < GREEDY_FROM
         init = rotary.rope_init_fn
@@ -2429,6 +2454,7 @@ def fill(model, config, checkpoint, kept, flat=False):
             new = torch.cat([own[:, :1], kv, own[:, 1:]], 1)
         elif path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            value = value[:config["n_routed_experts"]] if "zero_expert_num" in config else value  # the others have no weights
             value = value.mT if config["model_type"] == "llama4_text" else value
             shape = value.shape[1] // len(parts), value.shape[2]
             names = lambda expert: [hub_name(config, f"{path}.{expert}.{p}.weight") for p in parts]
@@ -2951,7 +2977,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
-            "dbrx", "phimoe", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text", "dots3_note") or (
+            "dbrx", "phimoe", "laguna", "mellum", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text", "gemma4_text", "dots3_note", "longcat_flash") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -3057,7 +3083,7 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
             score, gap = limit_groups(config, score, 1)
     else:
         softplus = torch.nn.functional.softplus
-        score = {"ernie4_5_moe": lambda t: t.softmax(-1), "deepseek_v4": lambda t: softplus(t).sqrt()}.get(
+        score = {"ernie4_5_moe": lambda t: t.softmax(-1), "longcat_flash": lambda t: t.softmax(-1), "deepseek_v4": lambda t: softplus(t).sqrt()}.get(
             config["model_type"], torch.sigmoid)(logits)
         score = score + (bias.reshape(-1) if use_bias else 0)
         if use_groups and config.get("n_group", 1) > 1:
