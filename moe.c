@@ -4022,6 +4022,8 @@ struct gpu_dims {
     size_t hidden;          /* values of a hidden state that MTP layers get */
     size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
     size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
+    size_t routes;          /* outputs of a router; */
+    size_t zero_weight;     /* tokens of a forward where some are zero-computation experts, otherwise 0 */
     size_t ropes, rope;     /* rotations; values that one rotates at most */
     size_t heads;           /* n_head */
     size_t latent, value;   /* kv_lora; values of one head that attention adds up */
@@ -4057,7 +4059,6 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->max.n_zero) return "zero-computation experts";
     if (m->n_hc && !m->hc_low && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res > GPU_BLOCKS || (m->n_res && m->n_embd > HC_WIDTH))
         return "residuals of more than 64 blocks of layers or of more than 8192 values";
@@ -4095,6 +4096,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.ff = (size_t)m->max.n_ff_expert;
     d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
     d.shared_weight = m->max.sh_weight ? d.decode : 0;
+    d.routes = d.experts + (size_t)m->max.n_zero;
+    d.zero_weight = m->max.n_zero ? gpu_larger(d.n, d.decode) : 0;
     d.ropes = (size_t)m->n_rope;
     d.rope = (size_t)m->max.rope_dim;
     d.heads = (size_t)m->max.n_head;
@@ -4236,7 +4239,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(hidden4.scales, uint8_t, d.pairs4 * FP4_SCALE_BYTES(d.ff))                                         \
     X(hidden4.scale, float, d.pairs4)                                                                    \
     X(expert_out, uint16_t, d.results * d.embd)                                                          \
-    X(route.logits, float, d.n * d.experts)                                                              \
+    X(route.logits, float, d.n * d.routes)                                                               \
     X(route.id, int32_t, d.pairs)                                                                        \
     X(route.weight, float, d.pairs)                                                                      \
     X(route.arrived, uint32_t, 1)                                                                        \
@@ -4244,6 +4247,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(route.jobs, struct expert_job, d.jobs)                                                             \
     X(route.job_weight, float, d.jobs * d.decode)                                                        \
     X(route.shared_weight, float, d.shared_weight)                                                       \
+    X(route.zero_weight, float, d.zero_weight)                                                           \
     X(sort.row, int32_t, d.pairs)                                                                        \
     X(sort.inverse, int32_t, d.pairs)                                                                    \
     X(sort.first, int32_t, d.experts + 1)                                                                \
@@ -32674,6 +32678,7 @@ enum decode_kernel {
     DECODE_FETCH,
     DECODE_ASK,
     DECODE_ANSWER,
+    DECODE_ADD_INPUTS,
     DECODE_GLU,
     DECODE_DOWN,
     DECODE_KEEP_HIDDEN,
@@ -32735,6 +32740,7 @@ static const struct {
     [DECODE_FETCH] = {"k_fetch", 1.5},             /* nothing is missing: a latency of L2; slots cost the router 1.0 */
     [DECODE_ASK] = {"k_ask_experts", 1.5},         /* stores over the bus, and a flag */
     [DECODE_ANSWER] = {"k_add_experts", 1.5},      /* the CPU apart: a load over the bus */
+    [DECODE_ADD_INPUTS] = {"k_add_inputs", 0.6},   /* two latencies of L2 */
     [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
     [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
     [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6}, /* a norm */
@@ -32932,6 +32938,7 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
                    (latent ? READS(&l->latent_norm, &l->latent_up) : down) + (beside ? READS(&l->sh_down) : 0), 0);
     }
     if (by_cpu && (!k->m->shard.rank || !beside)) launch_add(k, DECODE_ANSWER, 0, 0);
+    if (routed && l->n_zero && !k->m->shard.rank) launch_add(k, DECODE_ADD_INPUTS, 0, 0);
 }
 
 /* Adds the reading of rows of n-grams before layer il. Where the file alone has them, those of all layers are asked for

@@ -44,6 +44,7 @@
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts; before
  *                           k_gemv_linear (down)                       them k_weigh_inputs where inputs are weighted
+ *     of zero computation   k_add_inputs                               k_add_inputs
  *   experts in host       before k_gemv_glu k_fetch                  for each wave of experts k_fetch and gemm_kernel,
  *     memory                                                           after k_wave_list
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
@@ -3113,20 +3114,22 @@ __global__ void __launch_bounds__(256) k_fetch(const __grid_constant__ struct fe
 enum { ROUTE_MAX_GROUPS = 32 /* groups of experts at most: each has a lane */ };
 
 struct route_args {
+    /* n_expert counts the outputs, of which the last n_zero are zero-computation experts */
     const uint16_t *w16;     /* (n_expert, n_embd) BF16, used if w32 is NULL */
     const float *w32;        /* (n_expert, n_embd) F32, or NULL */
     const float *logit_bias; /* (n_expert) added to the logits; NULL: none */
     const float *bias;       /* (n_expert) added for the choice only; NULL: none */
     const float *x;          /* (n_tok, n_embd) */
     float *logits;           /* (n_tok, n_expert) without their bias */
-    int32_t *id;             /* prefill: (n_tok, k) chosen experts, best first */
-    float *weight;           /* prefill: (n_tok, k) their weights */
-    const float *shared;     /* (n_embd) gate of the shared expert; NULL: none */
-    const int32_t *given;    /* (n_vocab, k) experts of a token id; NULL: they are chosen */
-    const int32_t *tokens;   /* (n_tok) ids */
-    int n_tok, n_embd, n_expert, k, n_group, n_group_used, norm;
+    int32_t *id, *inverse; /* prefill: (n_tok, k) chosen experts, best first; -1 in both for one of zero computation */
+    float *weight;         /* prefill: (n_tok, k) their weights */
+    const float *shared;   /* (n_embd) gate of the shared expert; NULL: none */
+    const int32_t *given;  /* (n_vocab, k) experts of a token id; NULL: they are chosen */
+    const int32_t *tokens; /* (n_tok) ids */
+    int n_tok, n_embd, n_expert, n_zero, k, n_group, n_group_used, norm;
     enum gating gating;
     float factor;
+    float *zero_weight; /* (n_tok) weights of the zero-computation experts together */
     /* decode */
     uint32_t *arrived;       /* counts blocks; 0 between launches */
     struct expert_job *jobs; /* (n_jobs) for k_gemv_glu and k_gemv_down: see struct job_list */
@@ -3242,6 +3245,15 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     return my_id;
 }
 
+/* Whether a lane's choice for token t is a zero-computation expert. The warp sums up the weights of these. */
+DEVICE bool route_zero(const struct route_args &p, int t, int id, float weight) {
+    if (!p.n_zero) return false;
+    const bool zero = id >= p.n_expert - p.n_zero;
+    const float sum = warp_sum(zero ? weight : 0.0f);
+    if (!(threadIdx.x & 31)) p.zero_weight[t] = sum;
+    return zero;
+}
+
 enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS };   /* warps per expert row, expert rows per block */
 enum { ROUTE_IN_FLIGHT = 8, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* loads in flight, columns from one to the next */
 
@@ -3351,12 +3363,13 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
     if (!last_block(p.arrived, gridDim.x)) return;
     UNROLL_BY(1) for (int t = warp; t < p.n_tok; t += GEMV_WARPS) {
         const int chosen = route_warp(p, t, scratch, &weight[t * WARP + lane]);
-        id[t * WARP + lane] = lane < p.k ? chosen : -1;
+        const bool zero = route_zero(p, t, chosen, weight[t * WARP + lane]);
+        id[t * WARP + lane] = lane < p.k && !zero ? chosen : -1;
     }
     __syncthreads(); /* the choices of all tokens are written, and scratch is free */
     route_jobs(p, id, weight, (uint32_t *)scratch);
     if (!p.cache.n_slot) return;
-    cache_resolve(p.cache, p.n_expert, p.jobs, load_l2(p.n_jobs), (uint32_t *)scratch);
+    cache_resolve(p.cache, p.n_expert - p.n_zero, p.jobs, load_l2(p.n_jobs), (uint32_t *)scratch);
 }
 
 /* Launches one instance of k_route_decode. */
@@ -4009,18 +4022,21 @@ __global__ void __launch_bounds__(128) k_route_prefill(struct route_args p) {
     if (t >= p.n_tok) return;
     float weight;
     const int id = route_warp(p, t, scratch, &weight);
+    const bool zero = route_zero(p, t, id, weight);
     if (lane >= p.k) return;
-    p.id[(size_t)t * (size_t)p.k + (size_t)lane] = id;
-    p.weight[(size_t)t * (size_t)p.k + (size_t)lane] = weight;
+    const size_t choice = (size_t)t * (size_t)p.k + (size_t)lane;
+    p.id[choice] = zero ? -1 : id;
+    p.weight[choice] = weight;
+    if (zero) p.inverse[choice] = -1;
 }
 
 /* Sorts the router's n_choices = n_tok * k choices (a token and one of its experts) by (expert, token), and lists token
  * tiles for the grouped GEMM. */
 struct sort_args {
-    const int32_t *id; /* (n_choices) expert of choice token * k + j */
+    const int32_t *id; /* (n_choices) expert of choice token * k + j; -1: none that is listed */
     int n_choices, k, n_expert;
     int32_t *row;     /* (n_choices) sorted position -> token */
-    int32_t *inverse; /* (n_choices) choice -> sorted position */
+    int32_t *inverse; /* (n_choices) choice -> sorted position; stays as it is where there is none */
     int32_t *first;   /* (n_expert + 1) first sorted position of an expert */
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
@@ -4130,8 +4146,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 /* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
- * 0; weight NULL: 1. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n). inverse NULL: y[t] is
- * added. out NULL: out16 gets the sum over j, in halves.
+ * 0; weight NULL: 1. inverse[t][j] -1: nothing. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok,
+ * n). inverse NULL: y[t] is added. out NULL: out16 gets the sum over j, in halves.
  * Grid: n_tok, block: 256, 4 columns per thread and turn. Moves k * n halves and n F32 per token (with `add` 2 n), with
  * a gate n F32 more; the limit is the bandwidth of L2, or of memory where y exceeds it. */
 __global__ void __launch_bounds__(ROW_THREADS)
@@ -4152,11 +4168,12 @@ __global__ void __launch_bounds__(ROW_THREADS)
     UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
         float s[4] = {};
         auto sum = [&](const uint16_t *row, float w) {
-            const uint2 v = *(const uint2 *)(row + i);
+            const uint2 v = row ? *(const uint2 *)(row + i) : make_uint2(0, 0);
             UNROLL for (int c = 0; c < 4; c++) s[c] += w * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
         };
         if (!inverse) sum(y + first, 1);
-        else UNROLL_BY(8) for (int j = 0; j < k; j++) sum(y + (size_t)inverse[j] * n, weighs ? weight[j] : 1);
+        else UNROLL_BY(8)
+        for (int j = 0; j < k; j++) sum(inverse[j] < 0 ? NULL : y + (size_t)inverse[j] * n, weighs ? weight[j] : 1);
         if (!out) {
             *(uint2 *)(out16 + first + i) = make_uint2(clamped_f16x2(s[0], s[1]), clamped_f16x2(s[2], s[3]));
             continue;
@@ -4165,6 +4182,21 @@ __global__ void __launch_bounds__(ROW_THREADS)
         const float4 v = add ? *to : make_float4(0, 0, 0, 0);
         *to = make_float4(f * v.x + HIDDEN_SCALE * s[0], f * v.y + HIDDEN_SCALE * s[1], f * v.z + HIDDEN_SCALE * s[2],
                           f * v.w + HIDDEN_SCALE * s[3]);
+    }
+}
+
+/* y (n_tok, n) += weight[t] * x (n_tok, n), n % 4 == 0: what zero-computation experts give. Grid: n_tok, block: 256.
+ * Moves 12 n bytes a token: latency, or the bandwidth of L2. */
+__global__ void __launch_bounds__(ROW_THREADS) k_add_inputs(const float *x, const float *weight, int n, float *y) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const float w = weight[blockIdx.x];
+    const size_t first = (size_t)blockIdx.x * n;
+    UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
+        const float4 from = *(const float4 *)(x + first + i);
+        float4 *to = (float4 *)(y + first + i);
+        const float4 v = *to;
+        *to = make_float4(fmaf(w, from.x, v.x), fmaf(w, from.y, v.y), fmaf(w, from.z, v.z), fmaf(w, from.w, v.w));
     }
 }
 
@@ -11272,12 +11304,13 @@ __global__ void __launch_bounds__(256) k_keep_input(const float4 *from, float4 *
     if (i < n) to[i] = from[i];
 }
 
-/* The feed-forward with experts. norm: what x is where the router makes it, for norm_fuses; otherwise x holds it.
+/* The router, the experts and the shared one. norm: what x is where the router makes it, for norm_fuses; otherwise x
+ * holds it.
  * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them, or the CPU; where these
  * experts may need more than the slots, a group of tokens after the other. Prefill, and any forward whose statistics are
  * collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are weighted and added at the
  * end. */
-static void moe_ffn(struct rank *r, const struct step *step, struct norm_input norm) {
+static void routed_ffn(struct rank *r, const struct step *step, struct norm_input norm) {
     const int il = step->il;
     const enum act x = step->in[0], out = step->out[0];
     const enum act reads = r->m->family->routes_input ? step->in[1] : x; /* of the router */
@@ -11297,7 +11330,8 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     p.tokens = c->tokens;
     p.x = c->x32[reads];
     p.n_tok = r->n_tok;
-    p.n_expert = layer->n_expert;
+    p.n_expert = layer_routes(layer);
+    p.n_zero = layer->n_zero;
     p.k = layer->n_expert_used;
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
         const int group = decode_group(r, il);
@@ -11309,6 +11343,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
             p.n_tok = min(group, r->n_tok - first);
             p.x = c->x32[reads] + (size_t)first * (size_t)r->width[x];
             p.tokens = c->tokens + first;
+            if (layer->n_zero) p.zero_weight = c->route.zero_weight + first;
             profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
                          m->n_embd, p.w16 ? "bf16" : "f32");
             route_decode(&p, c->stream);
@@ -11318,9 +11353,8 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
         }
         return;
     }
-    LAUNCH_PDL(k_route_logits, dim3(ceil_div(layer->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
-    LAUNCH_PDL(k_route_prefill, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)layer->n_expert, c->stream,
-               p);
+    LAUNCH_PDL(k_route_logits, dim3(ceil_div(p.n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
+    LAUNCH_PDL(k_route_prefill, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)p.n_expert, c->stream, p);
     struct sort_args s = c->sort;
     s.k = p.k;
     s.n_choices = r->n_tok * s.k;
@@ -11389,6 +11423,16 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     if (layer->latent_norm) up.decode_scale /= HIDDEN_SCALE;
     latent_rows(r, &up, latent_norm(r, layer, r->n_tok), (size_t)n, r->n_tok, c->expert_out, false);
     combine(NULL, 1, true); /* expert_out is divided by HIDDEN_SCALE, as the sum was where it has no norm */
+}
+
+/* The feed-forward with experts, of which those of zero computation add what they read. */
+static void moe_ffn(struct rank *r, const struct step *s, struct norm_input norm) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct cuda *c = r->cuda;
+    routed_ffn(r, s, norm);
+    if (!layer->n_zero || r->m->shard.rank) return;
+    LAUNCH_PDL(k_add_inputs, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->x32[s->in[1]], c->route.zero_weight,
+               r->width[s->out[0]], c->x32[s->out[0]]);
 }
 
 /* What the experts of a feed-forward in parts read, in halves, and what their router reads, in F32: both in the slot
@@ -12799,6 +12843,7 @@ static void rank_allocate(struct rank *r) {
     route->norm = m->norm_topk_prob;
     route->factor = m->routed_scaling_factor;
     c->sort.id = route->id;
+    route->inverse = c->sort.inverse;
     c->sort.k = route->k;
     r->mtp_hidden = c->mtp_hidden;
     r->n_mtp_hidden = (int)d.mtp_hidden;

@@ -928,6 +928,8 @@ static void test_cuda_operations(void) {
                                         "smallthinker_nvfp4",
                                         "arctic",
                                         "arctic_nvfp4",
+                                        "longcat_flash",
+                                        "longcat_flash_nvfp4",
                                         "kimi_k3",
                                         "kimi_k3_nvfp4",
                                         "inkling2_loop",
@@ -1038,10 +1040,11 @@ void cuda_test_mamba(void) {
 /* Routers that read a layer's input, or with the experts a norm of it, and experts gated by ReLU: decode, prefill, and
  * statistics of a forward. */
 void cuda_test_early_router(void) {
-    static const char *const names[] = {"smallthinker", "smallthinker_nvfp4", "arctic", "arctic_nvfp4"};
+    static const char *const names[] = {"smallthinker", "smallthinker_nvfp4", "arctic",
+                                        "arctic_nvfp4", "longcat_flash",      "longcat_flash_nvfp4"};
     static const int n[] = {40, 1, 16, 9, 2, 17, 0};
     cuda_test_begin(23);
-    for (int f = 0; f < 4; f++) {
+    for (int f = 0; f < 6; f++) {
         const struct model *m = fixture_keep(names[f]);
         if (!m) return;
         pair_forwards(names[f], m, f ? KV_FP8 : KV_BF16, 128, 0, MOE_ACT_F16, n);
@@ -2244,10 +2247,10 @@ static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11, 13};
     static const char *const fixtures[] = {"gpt_oss",   "qwen3_next",      "nemotron_h",   "inkling2_loop",
                                            "qwen4_exp", "qwen4_exp_nvfp4", "deepseek_v41", "lfm2_moe",
-                                           "phimoe",    "arctic",          "kimi_k3"};
+                                           "phimoe",    "arctic",          "kimi_k3",      "longcat_flash"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
-    for (int i = 0; i < 17; i++) {
+    for (int i = 0; i < 18; i++) {
         struct model m = {0};
         struct rank r = {0};
         if (i < 6) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
@@ -2612,6 +2615,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("llama4_nvfp4", virtual, 1, 100);
     layouts_agree("arctic", &stages, 1, 20);
     layouts_agree("arctic_nvfp4", virtual, 1, 40);
+    layouts_agree("longcat_flash", &stages, 1, 40);
+    layouts_agree("longcat_flash_nvfp4", virtual, 1, 40);
     layouts_agree("kimi_k3", &stages, 1, 50);
     layouts_agree("kimi_k3_nvfp4", virtual, 1, 40);
     if (nccl) layouts_agree("kimi_k3_nvfp4", &virtual[3], 1, 40);
@@ -3009,6 +3014,7 @@ void cuda_test_parallel(void) {
         {"kimi_k3", NULL, 1, 2, KV_FP8, 4, 0, cuda_parallel_open, 0, false, 1},
         {"kimi_k3_nvfp4", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
         {"arctic", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, true, 1},
+        {"longcat_flash", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 1},
         {"inkling2_loop", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
         {"inkling2_nvfp4", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 0},
         {"inkling2_loop", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
@@ -3111,6 +3117,7 @@ static void test_cuda_batches(void) {
                  {"gemma4_dense", KV_BF16, &two},
                  {"llama4_nvfp4", KV_FP8, &one},
                  {"arctic_nvfp4", KV_BF16, &two},
+                 {"longcat_flash_nvfp4", KV_BF16, &two},
                  {"kimi_k3", KV_FP8, &one},
                  {"kimi_k3_nvfp4", KV_BF16, &two},
                  {"hy_v4", KV_FP8, &one},
@@ -3510,8 +3517,9 @@ static void stats_agree(const struct model *m, const char *name, const int32_t *
 }
 
 static void test_cuda_stats(void) {
-    static const char *const names[] = {"deepseek_v3",     "qwen3moe_nvfp4", "qwen3_5_moe", "nemotron_h", "qwen4_exp",
-                                        "qwen4_exp_nvfp4", "gemma4",         "arctic",      "kimi_k3"};
+    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4",  "qwen3_5_moe", "nemotron_h",
+                                        "qwen4_exp",   "qwen4_exp_nvfp4", "gemma4",      "arctic",
+                                        "kimi_k3",     "longcat_flash"};
     for (int f = 0; f < (int)(sizeof names / sizeof *names); f++) {
         struct model m;
         char path[256];

@@ -320,11 +320,14 @@ static void test_cuda_cpu_experts(void) {
         const char *name;
         int layout, n_cpu;
         bool launches; /* are those of the forecast; short contexts of windows and rare keys count otherwise */
-    } cases[] = {{"qwen3moe_nvfp4", 0, 1, true}, {"qwen3moe", 3, 4, false},     {"deepseek_v3", 1, 2, false},
-                 {"gpt_oss", 0, 4, false},       {"qwen3_5_moe", 0, 4, false},  {"deepseek_v4", 0, 4, true},
-                 {"nemotron_h", 0, 6, true},     {"inkling2_loop", 0, 3, true}, {"qwen4_exp", 0, 2, true},
-                 {"gemma4", 0, 3, false},        {"deepseek_v41", 0, 3, false}, {"arctic_nvfp4", 3, 1, false},
-                 {"arctic", 0, 1, false},        {"kimi_k3", 0, 3, false}};
+    } cases[] = {{"qwen3moe_nvfp4", 0, 1, true}, {"qwen3moe", 3, 4, false},
+                 {"deepseek_v3", 1, 2, false},   {"gpt_oss", 0, 4, false},
+                 {"qwen3_5_moe", 0, 4, false},   {"deepseek_v4", 0, 4, true},
+                 {"nemotron_h", 0, 6, true},     {"inkling2_loop", 0, 3, true},
+                 {"qwen4_exp", 0, 2, true},      {"gemma4", 0, 3, false},
+                 {"deepseek_v41", 0, 3, false},  {"arctic_nvfp4", 3, 1, false},
+                 {"arctic", 0, 1, false},        {"kimi_k3", 0, 3, false},
+                 {"longcat_flash", 0, 4, true},  {"longcat_flash_nvfp4", 3, 2, false}};
     const size_t before = cuda_test_free_bytes();
     cuda_test_begin(22);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

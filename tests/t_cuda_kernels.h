@@ -1163,8 +1163,68 @@ static void run_logits(int n_tok, int n_expert, int n_embd, bool bf16) {
            n_expert, n_embd, bf16, worst, plain);
 }
 
+/* The last n_zero outputs of a router are zero-computation experts: they are in no list, and the weights of the others
+ * are as if they were experts. */
+static void run_route_zero(int n_tok, int n_expert, int n_zero, int k) {
+    enum { EMBD = 72 };
+    const size_t n = (size_t)n_tok, outputs = (size_t)n_expert, most = n * (size_t)k;
+    const bool decode = n_tok <= DECODE_MAX_TOKENS;
+    gpu_array<float> x(random_floats(n_tok * EMBD, 1)), w(random_floats(n_expert * EMBD, 0.5)),
+        bias(random_floats(n_expert, 0.02)), logits(n * outputs), weight(most), job_weight(most * DECODE_MAX_TOKENS),
+        zero_weight(n);
+    gpu_array<int32_t> id(most), inverse(std::vector<int32_t>(most, 7)), n_jobs(std::vector<int32_t>{-1});
+    gpu_array<struct expert_job> jobs(most);
+    gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
+    struct route_args p = {};
+    p.w32 = w, p.bias = bias, p.x = x, p.logits = logits, p.id = id, p.inverse = inverse, p.weight = weight;
+    p.n_tok = n_tok, p.n_embd = EMBD, p.n_expert = n_expert, p.k = k, p.n_group = p.n_group_used = 1;
+    p.gating = GATING_SOFTMAX, p.factor = 6, p.zero_weight = zero_weight;
+    p.arrived = arrived, p.n_jobs = n_jobs, p.jobs = jobs, p.job_weight = job_weight;
+    std::vector<int32_t> ids[2];
+    std::vector<float> weights[2], of_jobs[2];
+    std::vector<struct expert_job> list[2];
+    for (int turn = 0; turn < 2; turn++) { /* all are experts, then the last are not */
+        p.n_zero = turn ? n_zero : 0;
+        x.arrive();
+        if (decode) route_decode(&p, test_stream);
+        else {
+            LAUNCH_PDL(k_route_logits, dim3(ceil_div(n_expert, 64), ceil_div(n_tok, 64)), 256, 0, test_stream, p);
+            LAUNCH_PDL(k_route_prefill, ceil_div(n_tok, 4), 128, 4 * 2 * sizeof(float) * outputs, test_stream, p);
+        }
+        finish("the router");
+        ids[turn] = id.get(), weights[turn] = weight.get(), of_jobs[turn] = job_weight.get(), list[turn] = jobs.get();
+        list[turn].resize(decode ? (size_t)n_jobs.get()[0] : 0);
+    }
+    const int stored = n_expert - n_zero;
+    const std::vector<float> sums = zero_weight.get();
+    const std::vector<int32_t> at = inverse.get();
+    std::vector<double> want(n);
+    int bad = 0, zeros = 0;
+    size_t kept = 0;
+    for (size_t i = 0; i < most && !decode; i++) {
+        const bool zero = ids[0][i] >= stored;
+        bad += ids[1][i] != (zero ? -1 : ids[0][i]) || at[i] != (zero ? -1 : 7) || weights[1][i] != weights[0][i];
+        if (zero) want[i / (size_t)k] += (double)weights[0][i], zeros++;
+    }
+    for (size_t j = 0; j < list[0].size(); j++) {
+        const struct expert_job &job = list[0][j];
+        if (job.expert < stored)
+            bad += ++kept > list[1].size() || list[1][j].expert != job.expert || list[1][j].tokens != job.tokens;
+        for (size_t t = 0; t < n; t++) {
+            const size_t own = j * DECODE_MAX_TOKENS + t;
+            if (!(job.tokens >> t & 1)) continue;
+            if (job.expert < stored) bad += of_jobs[1][own] != of_jobs[0][own];
+            else want[t] += (double)of_jobs[0][own], zeros++;
+        }
+    }
+    for (size_t t = 0; t < n; t++) bad += !(fabs((double)sums[t] - want[t]) <= 1e-6 * (want[t] + 1));
+    expect(!bad && zeros && kept == list[1].size(),
+           "%d tokens, %d outputs, %d without computation: %d wrong, %d of these", n_tok, n_expert, n_zero, bad, zeros);
+}
+
 extern "C" void cuda_test_router(void) {
     begin_test(4);
+    for (int n : {1, 3, 8, 16, 67}) run_route_zero(n, 40, 13, 7), run_route_zero(n, 768, 256, 12);
     static const struct {
         int n_expert, k, n_group, n_group_used;
     } shapes[] = {{1, 1, 1, 1},    {8, 8, 1, 1},   {33, 5, 1, 1},   {64, 6, 8, 3},
@@ -1311,8 +1371,52 @@ static void run_sort(int n_tok, int k, int n_expert, int only, int width = 72) {
            tiles, sum[0].nmse(), sum[1].nmse(), sum[2].nmse(), halves.nmse());
 }
 
+/* The sort and the sums where choices are zero-computation experts, and what these add. Rows that no expert has are not
+ * numbers. */
+static void run_sort_zero(int n_tok, int k, int n_expert, int width) {
+    const size_t n = (size_t)(n_tok * k), wide = (size_t)width;
+    std::vector<int32_t> id, none;
+    for (size_t i = 0; i < n; i++)
+        id.push_back(rnd() % 3 && i >= (size_t)k ? (int)(rnd() % (uint32_t)n_expert) : -1), none.push_back(-1);
+    gpu_array<int32_t> id_d(id), row(n), inverse(none), first((size_t)n_expert + 1);
+    const std::vector<float> weight = random_floats((int)n, 1), zero = random_floats(n_tok, 1),
+                             x = random_floats(n_tok * width, 1);
+    gpu_array<float> weight_d(weight), zero_d(zero), x_d(x), out_d(n_tok * wide);
+    struct sort_args p = {};
+    p.id = id_d, p.n_choices = (int)n, p.k = k, p.n_expert = n_expert;
+    p.row = row, p.inverse = inverse, p.first = first;
+    id_d.arrive();
+    LAUNCH_PDL(k_sort, (unsigned)n_expert, 256, 0, test_stream, p);
+    finish("sorting");
+    const std::vector<int32_t> at = inverse.get();
+    const int listed = first.get()[(size_t)n_expert];
+    std::vector<uint16_t> y(n * wide, 0x7E00);
+    for (size_t i = 0; i < (size_t)listed * wide; i++) y[i] = f16_from_f32(uniform());
+    gpu_array<uint16_t> y_d(y);
+    int bad = 0, want = 0;
+    for (size_t i = 0; i < n; i++) bad += (at[i] < 0) != (id[i] < 0) || at[i] >= listed, want += id[i] >= 0;
+    y_d.arrive();
+    LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width, 0,
+               (const float *)NULL, (const float *)NULL, out_d.p, (uint16_t *)NULL);
+    LAUNCH_PDL(k_add_inputs, (unsigned)n_tok, ROW_THREADS, 0, test_stream, x_d.p, zero_d.p, width, out_d.p);
+    finish("sums and inputs");
+    const std::vector<float> got = out_d.get();
+    error_sum sum;
+    for (size_t i = 0; i < got.size() && !bad; i++) {
+        const size_t t = i / wide;
+        double s = (double)zero[t] * (double)x[i];
+        for (size_t j = t * (size_t)k; j < (t + 1) * (size_t)k; j++)
+            if (at[j] >= 0)
+                s += (double)HIDDEN_SCALE * (double)weight[j] * (double)f16_to_f32(y[(size_t)at[j] * wide + i % wide]);
+        sum.add((double)got[i], s);
+    }
+    expect(!bad && listed == want && sum.nmse() <= 1e-12, "%d tokens, %d of %d experts or none: %d wrong, sums %.1e",
+           n_tok, k, n_expert, bad, sum.nmse());
+}
+
 extern "C" void cuda_test_sort(void) {
     begin_test(5);
+    run_sort_zero(17, 3, 7, 72), run_sort_zero(130, 12, 33, 40), run_sort_zero(2, 7, 9, 3960);
     run_sort(17, 1, 1, -1), run_sort(17, 2, 7, -1), run_sort(130, 8, 33, -1), run_sort(300, 1, 160, 3);
     run_sort(40, 6, 1024, -1), run_sort(257, 1, 1024, 1023), run_sort(1009, 2, 5, -1);
     run_sort(2, 7, 9, -1, 3960);

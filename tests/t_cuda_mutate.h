@@ -1032,6 +1032,9 @@ static void gated_by_itself(const char *launch, void *args) {
         for (int i = 0; i < a.n_entry; i++) a.gate[i] = a.up[i];
     });
 }
+static void one_more_zero(const char *launch, void *args) {
+    change_route(launch, args, [](auto &a) { a.n_zero += a.n_zero > 0; });
+}
 static void latents_not_read(const char *launch, void *args) {
     change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) {
         if (a.n_entry > 1) a.x[0] = a.x[1], a.x_stride[0] = a.x_stride[1];
@@ -1445,6 +1448,7 @@ static const struct {
                 {"early-router", "decode joins gate and up by SiLU", decode_without_relu},
                 {"early-router", "prefill joins gate and up by SiLU", prefill_without_relu},
                 {"early-router", "experts read what the dense feed-forward does", latents_not_read},
+                {"early-router", "an expert is taken for one of zero computation", one_more_zero},
                 {"gated-conv", "a channel has the taps of the next", gated_taps_of_next},
                 {"gated-conv", "a gated convolution has a tap fewer", gated_tap_fewer},
                 {"gated-conv", "gates of the input and of the result are exchanged", gates_exchanged},
