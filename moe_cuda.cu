@@ -3114,7 +3114,7 @@ __global__ void __launch_bounds__(256) k_fetch(const __grid_constant__ struct fe
 enum { ROUTE_MAX_GROUPS = 32 /* groups of experts at most: each has a lane */ };
 
 struct route_args {
-    /* n_expert counts the outputs, of which the last n_zero are zero-computation experts */
+    /* n_expert counts the outputs, of which the last n_zero are zero-computation experts: none with NORM */
     const uint16_t *w16;     /* (n_expert, n_embd) BF16, used if w32 is NULL */
     const float *w32;        /* (n_expert, n_embd) F32, or NULL */
     const float *logit_bias; /* (n_expert) added to the logits; NULL: none */
@@ -3363,7 +3363,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
     if (!last_block(p.arrived, gridDim.x)) return;
     UNROLL_BY(1) for (int t = warp; t < p.n_tok; t += GEMV_WARPS) {
         const int chosen = route_warp(p, t, scratch, &weight[t * WARP + lane]);
-        const bool zero = route_zero(p, t, chosen, weight[t * WARP + lane]);
+        const bool zero = !NORM && route_zero(p, t, chosen, weight[t * WARP + lane]);
         id[t * WARP + lane] = lane < p.k && !zero ? chosen : -1;
     }
     __syncthreads(); /* the choices of all tokens are written, and scratch is free */
@@ -4168,12 +4168,13 @@ __global__ void __launch_bounds__(ROW_THREADS)
     UNROLL_BY(1) for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
         float s[4] = {};
         auto sum = [&](const uint16_t *row, float w) {
-            const uint2 v = row ? *(const uint2 *)(row + i) : make_uint2(0, 0);
+            const uint2 v = *(const uint2 *)(row + i);
             UNROLL for (int c = 0; c < 4; c++) s[c] += w * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
         };
         if (!inverse) sum(y + first, 1);
         else UNROLL_BY(8)
-        for (int j = 0; j < k; j++) sum(inverse[j] < 0 ? NULL : y + (size_t)inverse[j] * n, weighs ? weight[j] : 1);
+        for (int j = 0; j < k; j++)
+            if (inverse[j] >= 0) sum(y + (size_t)inverse[j] * n, weighs ? weight[j] : 1);
         if (!out) {
             *(uint2 *)(out16 + first + i) = make_uint2(clamped_f16x2(s[0], s[1]), clamped_f16x2(s[2], s[3]));
             continue;
