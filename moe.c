@@ -208,8 +208,10 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/random.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <sys/wait.h>
 #include <termios.h>
@@ -10767,7 +10769,6 @@ static const struct kernels kernels_scalar = {.name = "scalar",
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
 
 /* ============================================================================================================
  * CPU kernels: AVX2
@@ -11622,6 +11623,7 @@ enum {
     MAX_PROCESSES = MAX_RANKS,
     PROCESS_MEET = 9,       /* seconds that the start of MPI may take */
     PROCESS_SILENT = 6,     /* seconds without a sign after which a process is lost */
+    PROCESS_LAST = 8,       /* seconds after which mpirun is killed that has outlived a process with an error */
     PROCESS_PIECE = 1 << 28 /* bytes of a message at most: MPI counts them with int */
 };
 
@@ -11686,6 +11688,7 @@ static struct {
     atomic_bool lost;        /* a process that this one hears gives no sign */
     atomic_bool met;         /* MPI has begun */
     pthread_t watch;
+    pid_t guard; /* see launcher_guard; not above 0: there is none */
 } processes = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Processors for this process: those that it may use, divided among the processes of the run that are on its host. */
@@ -11860,6 +11863,37 @@ static void launcher_end(void) {
         kill(getppid(), signals[i]);
         nanosleep(&(struct timespec){0, 1000000 * wait[i]}, NULL);
     }
+}
+
+/* Starts a process that outlives this one and guards against a parent that does not end: Open MPI's mpirun and its daemon
+ * wait forever for a process that was killed while they met it. Where this process ends before launcher_release, and the
+ * parent lives on for so many seconds, the guard kills it. Parents of other names, such as a debugger, are left alone. */
+static void launcher_guard(int seconds) {
+    static const char *const names[] = {"mpirun", "mpiexec", "orte", "prte", "hydra"}; /* how they begin */
+    char name[FACT_MAX];
+    bool known = false;
+    fact(name, "/proc/%d/comm", (int)getppid());
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) known |= !strncmp(name, names[i], strlen(names[i]));
+    if (!known) return;
+    struct pollfd process = {.fd = (int)syscall(SYS_pidfd_open, getpid(), 0), .events = POLLIN};
+    struct pollfd parent = {.fd = (int)syscall(SYS_pidfd_open, getppid(), 0), .events = POLLIN};
+    if (process.fd >= 0 && parent.fd >= 0 && !(processes.guard = fork())) {
+        prctl(PR_SET_NAME, "moe-guard");
+        setsid();
+        for (int fd = 0; fd < FD_SETSIZE; fd++) /* nobody waits for the guard to close them */
+            if (fd != process.fd && fd != parent.fd) close(fd);
+        while (poll(&process, 1, -1) != 1) continue;
+        if (!poll(&parent, 1, 1000 * seconds)) syscall(SYS_pidfd_send_signal, parent.fd, SIGKILL, NULL, 0);
+        _exit(0);
+    }
+    if (process.fd >= 0) close(process.fd);
+    if (parent.fd >= 0) close(parent.fd);
+}
+
+/* Ends the guard: this process has left the run. */
+static void launcher_release(void) {
+    if (processes.guard > 0 && !kill(processes.guard, SIGKILL)) waitpid(processes.guard, NULL, 0);
+    processes.guard = 0;
 }
 
 /* Whether this process is the one of its host that ends the parent: process 0, or the first besides it. */
@@ -12076,6 +12110,7 @@ static void processes_begin(void) {
     if (processes_started() < 2) return;
     end_hook = processes_die;
     ranks_at_work = true;
+    launcher_guard(PROCESS_LAST);
     if (pthread_create(&processes.watch, NULL, processes_watch, NULL)) die("cannot start a thread");
     mpi_begin();
     if (processes.n > MAX_PROCESSES) {
@@ -34583,6 +34618,7 @@ static void processes_end(void) {
     alarm(PROCESS_SILENT); /* a process that does not come ends the others */
     mpi_end();
     alarm(0);
+    launcher_release();
     processes.n = 0;
     end_hook = NULL;
     ranks_at_work = false;

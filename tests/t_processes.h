@@ -76,13 +76,15 @@ static void test_processes_dialogue(void) {
     arrfree(got);
 }
 
-/* Sends a signal to the process of rank `who` of those below this directory; whether one is there. */
+/* Sends a signal to the process of rank `who` of those that have this mark, or asks for it and its guard with signal 0;
+ * whether one is there. */
 static bool process_signal(const char *mark, int who, int sig) {
     bool found = false;
     DIR *dir = opendir("/proc");
     for (const struct dirent *e; (e = readdir(dir));) {
-        char path[300], *text = NULL, err[ERR_MAX], rank[40];
+        char path[300], *text = NULL, err[ERR_MAX], rank[40], comm[FACT_MAX];
         if (e->d_name[0] < '1' || e->d_name[0] > '9') continue;
+        if (sig && !strcmp(fact(comm, "/proc/%.20s/comm", e->d_name), "moe-guard\n")) continue;
         snprintf(path, sizeof path, "/proc/%.20s/environ", e->d_name);
         const bool got = !read_file(path, &text, err);
         for (int k = 0; k < 2 && got; k++) { /* Open MPI, MPICH */
@@ -140,6 +142,36 @@ static void test_processes_lost(void) {
     }
 }
 
+/* The guard kills a launcher that outlives a process, but neither after an orderly end nor another program. */
+static void test_processes_guard(void) {
+    static const struct {
+        const char *parent;
+        bool leaves, dies;
+    } cases[] = {{"mpirun", false, true}, {"orted", false, true}, {"mpirun", true, false}, {"gdb", false, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const pid_t parent = fork();
+        if (!parent) {
+            prctl(PR_SET_NAME, cases[i].parent);
+            const pid_t process = fork();
+            if (!process) {
+                launcher_guard(0);
+                if (cases[i].leaves) launcher_release();
+                raise(SIGKILL);
+            }
+            waitpid(process, NULL, 0);
+            pause();
+        }
+        int status = 0;
+        pid_t ended = 0;
+        for (int k = 0; k < (cases[i].dies ? 6000 : 30) && !ended; k++) {
+            poll(NULL, 0, 10);
+            ended = waitpid(parent, &status, WNOHANG);
+        }
+        CHECK(cases[i].dies == (ended == parent), "%s: the parent lives %d", cases[i].parent, !ended);
+        if (!ended) kill(parent, SIGKILL), waitpid(parent, &status, 0);
+    }
+}
+
 /* What cannot run says so, once, and ends all processes. */
 static void test_processes_refusals(void) {
     static const struct {
@@ -192,7 +224,7 @@ static void test_processes_plan(void) {
 }
 
 #undef DEMO
-#define TESTS_PROCESSES                                                                           \
-    {"processes/bits", test_processes_bits}, {"processes/dialogue", test_processes_dialogue},     \
-        {"processes/lost", test_processes_lost}, {"processes/refusals", test_processes_refusals}, \
-        {"processes/plan", test_processes_plan},
+#define TESTS_PROCESSES                                                                       \
+    {"processes/bits", test_processes_bits}, {"processes/dialogue", test_processes_dialogue}, \
+        {"processes/lost", test_processes_lost}, {"processes/guard", test_processes_guard},   \
+        {"processes/refusals", test_processes_refusals}, {"processes/plan", test_processes_plan},
