@@ -29743,8 +29743,10 @@ static bool chat_autosave(struct chat *c, bool at_end) {
     c->saved_turns = c->turns;
     c->saved_messages = arrlen(c->messages);
     c->saved_state = small || at_end;
-    if (!chat_write(c, LAST_CHAT, c->saved_state, err)) return true;
-    if (!reported) note("the conversation was not saved: %s", err);
+    /* The messages come first: the state is fetched from a GPU or another process, which may be lost. */
+    const bool lost = chat_write(c, LAST_CHAT, false, err);
+    if (!lost && (!c->saved_state || !chat_write(c, LAST_CHAT, true, err))) return true;
+    if (!reported) note("the %sconversation was not saved: %s", lost ? "" : "state of the ", err);
     reported = true;
     return false;
 }
