@@ -11621,9 +11621,10 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
 
 enum {
     MAX_PROCESSES = MAX_RANKS,
-    PROCESS_MEET = 9,       /* seconds that the start of MPI may take */
+    PROCESS_MEET = 8,       /* seconds that the start of MPI may take */
     PROCESS_SILENT = 6,     /* seconds without a sign after which a process is lost */
-    PROCESS_LAST = 8,       /* seconds after which mpirun is killed that has outlived a process with an error */
+    PROCESS_LAST = 2,       /* seconds after which a process is killed that outlives mpirun */
+    LAUNCHER_LAST = 8,      /* seconds after which mpirun is killed that outlives a process with an error */
     PROCESS_PIECE = 1 << 28 /* bytes of a message at most: MPI counts them with int */
 };
 
@@ -11848,46 +11849,60 @@ static void process_sign_left(int to) {
     }
 }
 
-/* Ends the parent, which is mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's
- * mpirun ends by itself where another process of this host has failed, and signals would disturb it. Otherwise it needs
- * two; while it connects to a daemon that is lost it ends by none but SIGKILL, as the daemon does. */
-static void launcher_end(void) {
-    static const int signals[] = {SIGTERM, SIGTERM, SIGKILL}, wait[] = {300, 700, 300}; /* milliseconds */
-    char name[FACT_MAX];
-    fact(name, "/proc/%d/comm", (int)getppid());
-    const bool daemon = !strcmp(name, "orted\n") || !strcmp(name, "prted\n");
-    const bool others = processes.host[processes.me].processes > 2; /* than this one and that which is lost */
-    signal(SIGTERM, SIG_IGN);
-    if (!daemon && others) nanosleep(&(struct timespec){1, 500000000}, NULL);
-    for (int i = 2 * daemon; i < 3 && getppid() > 1; i++) {
-        kill(getppid(), signals[i]);
-        nanosleep(&(struct timespec){0, 1000000 * wait[i]}, NULL);
+/* Finds what has started this process, mpirun or its daemon on this host, and its name: of a parent with such a name and
+ * that one's parents the topmost. Returns its process id; 0: another program, such as a debugger, has started this one. */
+static pid_t launcher_find(char name[16]) {
+    static const char *const names[] = {"mpirun", "mpiexec", "orte", "prte", "hydra"}; /* how they begin */
+    pid_t found = 0;
+    for (int pid = (int)getppid(); pid > 1;) {
+        char text[FACT_MAX], is[16] = "";
+        bool known = false;
+        if (sscanf(fact(text, "/proc/%d/stat", pid), "%*d (%15[^)]) %*c %d", is, &pid) != 2) break;
+        for (size_t i = 0; i < sizeof names / sizeof *names; i++) known |= !strncmp(is, names[i], strlen(names[i]));
+        if (!known) break;
+        found = (pid_t)atoi(text);
+        memcpy(name, is, sizeof is);
     }
+    return found;
 }
 
-/* Starts a process that outlives this one and guards against a parent that does not end: Open MPI's mpirun and its daemon
- * wait forever for a process that was killed while they met it. Where this process ends before launcher_release, and the
- * parent lives on for so many seconds, the guard kills it. Parents of other names, such as a debugger, are left alone. */
-static void launcher_guard(int seconds) {
-    static const char *const names[] = {"mpirun", "mpiexec", "orte", "prte", "hydra"}; /* how they begin */
-    char name[FACT_MAX];
-    bool known = false;
-    fact(name, "/proc/%d/comm", (int)getppid());
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) known |= !strncmp(name, names[i], strlen(names[i]));
-    if (!known) return;
-    struct pollfd process = {.fd = (int)syscall(SYS_pidfd_open, getpid(), 0), .events = POLLIN};
-    struct pollfd parent = {.fd = (int)syscall(SYS_pidfd_open, getppid(), 0), .events = POLLIN};
-    if (process.fd >= 0 && parent.fd >= 0 && !(processes.guard = fork())) {
+/* Ends mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's mpirun ends by itself where
+ * another process of this host has failed, and signals would disturb it. Otherwise it needs two, after it has passed on
+ * the error; while it connects to a daemon that is lost it ends by none but SIGKILL, as daemons do. */
+static void launcher_end(void) {
+    static const int signals[] = {SIGTERM, SIGTERM, SIGKILL}, wait[] = {300, 700, 300}; /* milliseconds */
+    char name[16];
+    const pid_t launcher = launcher_find(name);
+    const bool daemon = launcher && strncmp(name, "mpi", 3) != 0;
+    const bool others = processes.host[processes.me].processes > 2; /* than this one and that which is lost */
+    signal(SIGTERM, SIG_IGN);
+    if (!daemon) nanosleep(&(struct timespec){others, others ? 500000000 : 200000000}, NULL);
+    for (int i = 2 * daemon; i < 3 && launcher && !kill(launcher, signals[i]); i++)
+        nanosleep(&(struct timespec){0, 1000000 * wait[i]}, NULL);
+}
+
+/* Starts a process that guards this one and its launcher: where one ends, and the other lives on for as many seconds, the
+ * guard kills it. Open MPI's mpirun can wait forever for a process that was killed while they met; a process that was
+ * stopped outlives its mpirun. */
+static void launcher_guard(int process_lasts, int launcher_lasts) {
+    char name[16];
+    const pid_t launcher = launcher_find(name);
+    if (!launcher) return;
+    struct pollfd end[] = {{.fd = (int)syscall(SYS_pidfd_open, getpid(), 0), .events = POLLIN},
+                           {.fd = (int)syscall(SYS_pidfd_open, launcher, 0), .events = POLLIN}};
+    if (end[0].fd >= 0 && end[1].fd >= 0 && !(processes.guard = fork())) {
         prctl(PR_SET_NAME, "moe-guard");
         setsid();
         for (int fd = 0; fd < FD_SETSIZE; fd++) /* nobody waits for the guard to close them */
-            if (fd != process.fd && fd != parent.fd) close(fd);
-        while (poll(&process, 1, -1) != 1) continue;
-        if (!poll(&parent, 1, 1000 * seconds)) syscall(SYS_pidfd_send_signal, parent.fd, SIGKILL, NULL, 0);
+            if (fd != end[0].fd && fd != end[1].fd) close(fd);
+        while (poll(end, 2, -1) < 1) continue;
+        struct pollfd *left = &end[end[0].revents != 0];
+        if (!poll(left, 1, 1000 * (left == end ? process_lasts : launcher_lasts)))
+            syscall(SYS_pidfd_send_signal, left->fd, SIGKILL, NULL, 0);
         _exit(0);
     }
-    if (process.fd >= 0) close(process.fd);
-    if (parent.fd >= 0) close(parent.fd);
+    for (int i = 0; i < 2; i++)
+        if (end[i].fd >= 0) close(end[i].fd);
 }
 
 /* Ends the guard: this process has left the run. */
@@ -11896,7 +11911,7 @@ static void launcher_release(void) {
     processes.guard = 0;
 }
 
-/* Whether this process is the one of its host that ends the parent: process 0, or the first besides it. */
+/* Whether this process is the one of its host that ends the launcher: process 0, or the first besides it. */
 static bool launcher_ends_here(void) {
     const struct process_host *h = &processes.host[processes.me];
     return !processes.me || h->local == !h->number;
@@ -12110,7 +12125,7 @@ static void processes_begin(void) {
     if (processes_started() < 2) return;
     end_hook = processes_die;
     ranks_at_work = true;
-    launcher_guard(PROCESS_LAST);
+    launcher_guard(PROCESS_LAST, LAUNCHER_LAST);
     if (pthread_create(&processes.watch, NULL, processes_watch, NULL)) die("cannot start a thread");
     mpi_begin();
     if (processes.n > MAX_PROCESSES) {

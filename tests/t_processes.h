@@ -148,34 +148,49 @@ static void test_processes_lost(void) {
     }
 }
 
-/* The guard kills a launcher that outlives a process, but neither after an orderly end nor another program. */
+/* The guard kills a launcher that outlives a process and a process that outlives a launcher, but neither after an orderly
+ * end, nor another program. */
 static void test_processes_guard(void) {
+    enum end { LEAVES, DIES, STOPS /* and the launcher ends */ };
     static const struct {
         const char *parent;
-        bool leaves, dies;
-    } cases[] = {{"mpirun", false, true}, {"orted", false, true}, {"mpirun", true, false}, {"gdb", false, false}};
+        enum end end;
+        bool killed; /* what is left */
+    } cases[] = {{"mpirun.openmpi", DIES, true}, {"orted", DIES, true}, {"hydra_pmi_proxy", STOPS, true},
+                 {"mpiexec", LEAVES, false},     {"gdb", DIES, false},  {"gdb", STOPS, false}};
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const bool stops = cases[i].end == STOPS;
+        int id[2], status = 0;
+        pid_t left = 0, ended = 0;
+        if (!CHECK(!pipe(id), "no pipe")) return;
         const pid_t parent = fork();
         if (!parent) {
             prctl(PR_SET_NAME, cases[i].parent);
             const pid_t process = fork();
             if (!process) {
-                launcher_guard(0);
-                if (cases[i].leaves) launcher_release();
-                raise(SIGKILL);
+                launcher_guard(0, 0);
+                if (cases[i].end == LEAVES) launcher_release();
+                raise(stops ? SIGSTOP : SIGKILL);
             }
-            waitpid(process, NULL, 0);
+            waitpid(process, NULL, WUNTRACED);
+            left = stops ? process : getpid();
+            if (write(id[1], &left, sizeof left) < 0 || stops) _exit(0);
             pause();
         }
-        int status = 0;
-        pid_t ended = 0;
-        for (int k = 0; k < (cases[i].dies ? 6000 : 30) && !ended; k++) {
+        CHECK_INT(read(id[0], &left, sizeof left), sizeof left, "the process id");
+        if (stops) waitpid(parent, NULL, 0);
+        for (int k = 0; k < (cases[i].killed ? 6000 : 30) && !ended; k++) {
             poll(NULL, 0, 10);
-            ended = waitpid(parent, &status, WNOHANG);
+            ended = waitpid(left, &status, WNOHANG);
         }
-        CHECK(cases[i].dies == (ended == parent), "%s: the parent lives %d", cases[i].parent, !ended);
-        if (!ended) kill(parent, SIGKILL), waitpid(parent, &status, 0);
+        CHECK(cases[i].killed == (ended == left), "%s, end %d: lives %d", cases[i].parent, cases[i].end, !ended);
+        if (!ended) kill(left, SIGKILL), waitpid(left, &status, 0);
+        close(id[0]);
+        close(id[1]);
     }
+    while (waitpid(-1, NULL, WNOHANG) > 0) continue;
+    prctl(PR_SET_CHILD_SUBREAPER, 0);
 }
 
 /* What cannot run says so, once, and ends all processes. */
