@@ -11849,8 +11849,9 @@ static void process_sign_left(int to) {
     }
 }
 
-/* Finds what has started this process, mpirun or its daemon on this host, and its name: of a parent with such a name and
- * that one's parents the topmost. Returns its process id; 0: another program, such as a debugger, has started this one. */
+/* Finds the launcher of this process, which is mpirun or its daemon on this host, and its name. MPICH's mpirun is the
+ * parent of a daemon on its own host: the topmost is the launcher. Returns its process id; 0: the parent is another
+ * program, such as a debugger. */
 static pid_t launcher_find(char name[16]) {
     static const char *const names[] = {"mpirun", "mpiexec", "orte", "prte", "hydra"}; /* how they begin */
     pid_t found = 0;
@@ -11867,8 +11868,8 @@ static pid_t launcher_find(char name[16]) {
 }
 
 /* Ends mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's mpirun ends by itself where
- * another process of this host has failed, and signals would disturb it. Otherwise it needs two, after it has passed on
- * the error; while it connects to a daemon that is lost it ends by none but SIGKILL, as daemons do. */
+ * another process of this host has failed, and signals would disturb it. Otherwise it needs two signals, which come after
+ * it has passed on the error. While it connects to a lost daemon, it ends by SIGKILL alone. So do daemons. */
 static void launcher_end(void) {
     static const int signals[] = {SIGTERM, SIGTERM, SIGKILL}, wait[] = {300, 700, 300}; /* milliseconds */
     char name[16];
