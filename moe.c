@@ -11867,9 +11867,9 @@ static pid_t launcher_find(char name[16]) {
     return found;
 }
 
-/* Ends mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's mpirun ends by itself where
- * another process of this host has failed, and signals would disturb it. Otherwise it needs two signals, which come after
- * it has passed on the error. While it connects to a lost daemon, it ends by SIGKILL alone. So do daemons. */
+/* Ends mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's mpirun ends by itself
+ * where another process of this host has failed, and signals would disturb it. Otherwise it needs two signals, after it
+ * has passed on the error. While it connects to a lost daemon, it ends by SIGKILL alone. So do daemons. */
 static void launcher_end(void) {
     static const int signals[] = {SIGTERM, SIGTERM, SIGKILL}, wait[] = {300, 700, 300}; /* milliseconds */
     char name[16];
@@ -11882,9 +11882,9 @@ static void launcher_end(void) {
         nanosleep(&(struct timespec){0, 1000000 * wait[i]}, NULL);
 }
 
-/* Starts a process that guards this one and its launcher: where one ends, and the other lives on for as many seconds, the
- * guard kills it. Open MPI's mpirun can wait forever for a process that was killed while they met; a process that was
- * stopped outlives its mpirun. */
+/* Starts a guard, a process that watches this one and its launcher: where one ends, and the other lives on for as many
+ * seconds, the guard kills it. Open MPI's mpirun can wait forever for a process that was killed while they met. A
+ * stopped process outlives its mpirun. */
 static void launcher_guard(int process_lasts, int launcher_lasts) {
     char name[16];
     const pid_t launcher = launcher_find(name);
