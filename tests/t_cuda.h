@@ -58,6 +58,7 @@ int cuda_test_mutate(const char *text); /* t_cuda_mutate.h */
 /* A check of the tests in C++. */
 void cuda_test_check(bool ok, const char *what) { CHECK(ok, "%s", what); }
 int cuda_test_failures(void) { return test_failures; }
+void cuda_test_end_at_failure(void) { test_ends_at_failure = true; }
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales);
 void cuda_test_upload_check(struct rank *r, char *err);
 

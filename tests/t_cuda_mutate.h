@@ -32,6 +32,7 @@ extern "C" void cuda_test_by_cpu(void);
 extern "C" void cuda_test_from_disk(void);
 extern "C" void cuda_test_read_rows(void);
 extern "C" int cuda_test_failures(void);
+extern "C" void cuda_test_end_at_failure(void);
 extern "C" bool cuda_test_sums;
 
 enum { MUTANT_SECONDS = 900, CHANGED_NOTHING = 3 /* exit code */ };
@@ -1883,6 +1884,7 @@ struct mutation {
     alarm(MUTANT_SECONDS);
     mutant = true, test_stream = NULL, seed_offset = 1;
     sim_end_at_violation();
+    cuda_test_end_at_failure();
     if (m.site.text) sim_remove_site(m.site.text);
     if (m.edit) edit_of_mutant = m.edit, sim_edit(edited);
     if (m.mistake >= 0) {
@@ -1892,7 +1894,6 @@ struct mutation {
     for (int i = 0; i < MUTANT_TESTS; i++) {
         if (m.test ? strcmp(m.test, mutant_tests[i].name) : m.site.text && !m.reached[i]) continue;
         mutant_tests[i].fn();
-        if (cuda_test_failures()) _exit(1);
     }
     _exit((m.edit || m.mistake >= 0) && !changes_made && !cuda_test_sums ? CHANGED_NOTHING : 0);
 }
@@ -1974,7 +1975,8 @@ static bool mutant_wanted(const mutation &m, const char *text) {
     return false;
 }
 
-/* Runs every mutant, or those that have `text` in a name. 0: all die, or are known to live. */
+/* Runs every mutant, or the changes and mistakes that have `text` in a name, or the instructions of kernels that have it.
+ * 0: all die, or are known to live. */
 extern "C" int cuda_test_mutate(const char *text) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     sim_races(true);
@@ -1986,8 +1988,10 @@ extern "C" int cuda_test_mutate(const char *text) {
     for (const edit &e : edits) add({e.what, e.test, &e, -1, {}, 0, {}, 0}, first);
     for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++)
         add({mistakes[i].what, mistakes[i].test, NULL, i, {}, 0, {}, 0}, first);
-    int failures = run_mutants(first); /* before kernels are decoded here */
-    for (const mutation &m : find_sites()) add(m, sites);
+    int failures = run_mutants(first);        /* before kernels are decoded here */
+    const bool all = !*text || first.empty(); /* else without sites, whose search runs all tests */
+    if (all)
+        for (const mutation &m : find_sites()) add(m, sites);
     if (cuda_test_failures() || sim_violations()) return puts("there are failures without a mutation"), 1;
     failures += run_mutants(sites);
     if (first.empty() && sites.empty()) return printf("no mutant has '%s' in a name\n", text), 1;

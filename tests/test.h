@@ -14,12 +14,18 @@ struct test {
 };
 
 static int test_failures;          /* of the running test */
+static bool test_ends_at_failure;  /* a mutant: its first failure ends the process with 1 */
 static char test_skip_reason[256]; /* non-empty: the running test was skipped */
 
+static void test_failed(void) {
+    test_failures++;
+    if (test_ends_at_failure) _exit(1);
+}
+
 /* On failure prints where, and the formatted remark; the test goes on. Evaluates to the condition. */
-#define CHECK(cond, ...)                                                                     \
-    ((cond) ? true                                                                           \
-            : (test_failures++, fprintf(stderr, "  %s:%d: %s: ", __FILE__, __LINE__, #cond), \
+#define CHECK(cond, ...)                                                                   \
+    ((cond) ? true                                                                         \
+            : (test_failed(), fprintf(stderr, "  %s:%d: %s: ", __FILE__, __LINE__, #cond), \
                fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), false))
 
 /* CHECK(got == want) of two whole numbers, and of two strings; CHECK_HAS: `part` occurs in `got`. All print what they
@@ -32,7 +38,7 @@ __attribute__((format(printf, 6, 7))) static bool check_int(const char *file, in
                                                             long long want, const char *fmt, ...) {
     va_list ap;
     if (got == want) return true;
-    test_failures++;
+    test_failed();
     fprintf(stderr, "  %s:%d: %s is %lld, expected %lld: ", file, line, what, got, want);
     va_start(ap, fmt);
     vfprintf(stderr, fmt, ap);
@@ -47,7 +53,7 @@ __attribute__((format(printf, 7, 8))) static bool check_text(const char *file, i
                                                              const char *fmt, ...) {
     va_list ap;
     if (got && (whole ? !strcmp(got, want) : strstr(got, want) != NULL)) return true;
-    test_failures++;
+    test_failed();
     fprintf(stderr, "  %s:%d: %s is '%.300s', expected '%.300s'%s: ", file, line, what, got ? got : "", want,
             whole ? "" : " in it");
     va_start(ap, fmt);
