@@ -264,6 +264,40 @@ static void test_kernels_exact_fp8(void) {
     }
 }
 
+/* FP8 has the bits of its values as F32, in products of few tokens. */
+static void test_kernels_widened_fp8(void) {
+    enum { N_IN = 384, N_OUT = 19 };
+    const struct kernels *k;
+    uint64_t rng = 11;
+    const size_t stride = gguf_row_bytes(GGUF_FP8, N_IN);
+    uint8_t *w = kt_guarded(N_OUT * stride);
+    float *wide = xcalloc(N_OUT * N_IN, 4), *x = xcalloc(SAME_BITS_TOKENS * N_IN, 4);
+    kt_weights(GGUF_FP8, w, N_OUT * N_IN, &rng);
+    for (int r = 0; r < N_OUT; r++)
+        gguf_dequantize_row(GGUF_FP8, w + (size_t)r * stride, wide + (ptrdiff_t)r * N_IN, N_IN);
+    for (int i = 0; i < SAME_BITS_TOKENS * N_IN; i++) x[i] = kt_normal(&rng);
+    for (size_t s = 0; (k = kt_set(s)); s++)
+        for (int n = 1; n <= SAME_BITS_TOKENS; n++) {
+            struct kt_case c[2];
+            for (int f = 0; f < 2; f++) {
+                const enum gguf_type type = f ? GGUF_F32 : GGUF_FP8;
+                c[f] = (struct kt_case){.type = type,
+                                        .format = k->act_format(type, n),
+                                        .n_out = N_OUT,
+                                        .n_in = N_IN,
+                                        .n_tok = n,
+                                        .w = f ? (uint8_t *)wide : w};
+                kt_case_run(&c[f], k, x);
+            }
+            CHECK(!memcmp(c[0].y, c[1].y, (size_t)(n * N_OUT) * 4), "%s: %d tokens have other bits", k->name, n);
+            kt_case_free(&c[0]);
+            kt_case_free(&c[1]);
+        }
+    kt_guarded_free(w, N_OUT * stride);
+    free(wide);
+    free(x);
+}
+
 /* All scale bytes and all codes: with the unit matrix as activations the result is the matrix of weights. */
 static void test_kernels_scales(void) {
     enum { N_IN = 128, N_OUT = 256, TYPES = 3 };
@@ -564,10 +598,10 @@ static void test_kernels_delta(void) {
         }
 }
 
-#define TESTS_KERNELS                                                                                 \
-    {"kernels/gemm", test_kernels_gemm}, {"kernels/choice", test_kernels_choice},                     \
-        {"kernels/scales", test_kernels_scales}, {"kernels/exact-fp8", test_kernels_exact_fp8},       \
-        {"kernels/extremes", test_kernels_extremes}, {"kernels/pack", test_kernels_pack},             \
-        {"kernels/conversions", test_kernels_conversions}, {"kernels/vectors", test_kernels_vectors}, \
-        {"kernels/delta", test_kernels_delta}, {"kernels/sgemm", test_kernels_sgemm},                 \
-        {"kernels/transpose", test_kernels_transpose},
+#define TESTS_KERNELS                                                                                   \
+    {"kernels/gemm", test_kernels_gemm}, {"kernels/choice", test_kernels_choice},                       \
+        {"kernels/scales", test_kernels_scales}, {"kernels/exact-fp8", test_kernels_exact_fp8},         \
+        {"kernels/widened-fp8", test_kernels_widened_fp8}, {"kernels/extremes", test_kernels_extremes}, \
+        {"kernels/pack", test_kernels_pack}, {"kernels/conversions", test_kernels_conversions},         \
+        {"kernels/vectors", test_kernels_vectors}, {"kernels/delta", test_kernels_delta},               \
+        {"kernels/sgemm", test_kernels_sgemm}, {"kernels/transpose", test_kernels_transpose},
