@@ -1081,7 +1081,7 @@ void cuda_test_gated_conv(void) {
  * values and taps; rows that k_blocks<8> holds. All experts are chosen: in a model this small and as deep a choice that
  * rounding turns changes everything after it. */
 #define REL_KEYS                                                                                                  \
-    "attention.clip=9 attention.relative.clip=6 attention.temperature_scale=0.1 attention.temperature_length=24 " \
+    "attention.clip=9 attention.relative.clip=6 attention.temperature_scale=0.5 attention.temperature_length=24 " \
     "ffn_gate_softcap=2 ffn_up_softcap=3 final_logit_softcapping=12 vocab_size=200 context_length=1024 "
 static const struct synth rel_shapes[] = {
     {"heads of 128", "inkling2",
