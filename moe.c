@@ -11966,17 +11966,18 @@ static pid_t launcher_find(char name[16]) {
     return found;
 }
 
-/* Ends mpirun or its daemon on this host: it would wait for a process that is lost. Open MPI's mpirun ends by itself
- * where another process of this host has failed, and signals would disturb it. Otherwise it needs two signals, after it
- * has passed on the error. While it connects to a lost daemon, it ends by SIGKILL alone. So do daemons. */
+/* Ends mpirun or its daemon on this host, after it has passed on the error: it would wait for a process that is lost.
+ * Open MPI's mpirun ends by itself where another process of this host has failed, and signals would disturb it.
+ * Otherwise it needs two signals. While it connects to a lost daemon, it ends by SIGKILL alone. So do daemons. */
 static void launcher_end(void) {
     static const int signals[] = {SIGTERM, SIGTERM, SIGKILL}, wait[] = {300, 700, 300}; /* milliseconds */
     char name[16];
     const pid_t launcher = launcher_find(name);
     const bool daemon = launcher && strncmp(name, "mpi", 3) != 0;
-    const bool others = processes.host[processes.me].processes > 2; /* than this one and that which is lost */
+    /* besides this process and that which is lost */
+    const bool others = !daemon && processes.host[processes.me].processes > 2;
     signal(SIGTERM, SIG_IGN);
-    if (!daemon) nanosleep(&(struct timespec){others, others ? 500000000 : 200000000}, NULL);
+    nanosleep(&(struct timespec){others, others ? 500000000 : 200000000}, NULL);
     for (int i = 2 * daemon; i < 3 && launcher && !kill(launcher, signals[i]); i++)
         nanosleep(&(struct timespec){0, 1000000 * wait[i]}, NULL);
 }
