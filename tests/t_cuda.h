@@ -53,7 +53,7 @@ void cuda_test_rotations(void);
 void cuda_test_indexer(void);
 void cuda_test_divisor(void);
 void cuda_test_rows(void);
-int cuda_test_mutate(const char *text); /* t_cuda_mutate.h */
+int cuda_test_mutate(int n, char *const *words); /* t_cuda_mutate.h */
 
 /* A check of the tests in C++. */
 void cuda_test_check(bool ok, const char *what) { CHECK(ok, "%s", what); }

@@ -1968,33 +1968,37 @@ static std::vector<mutation> find_sites() {
     return all;
 }
 
-/* Whether a mutant is asked for: `text` is in one of its names. */
-static bool mutant_wanted(const mutation &m, const char *text) {
+/* Whether a name of a mutant has `word` in it. */
+static bool mutant_has(const mutation &m, const char *word) {
     for (const char *name : {m.what, m.test, m.site.kernel})
-        if (name && strstr(name, text)) return true;
+        if (name && strstr(name, word)) return true;
     return false;
 }
 
-/* Runs every mutant, or the changes and mistakes that have `text` in a name, or the instructions of kernels that have it.
- * 0: all die, or are known to live. */
-extern "C" int cuda_test_mutate(const char *text) {
+/* Runs the mutants that have one of n words in a name, all for n = 0. Instructions of kernels are searched by running all
+ * tests, unless every word is in the name of a change or a mistake. 0: all die, or are known to live. */
+extern "C" int cuda_test_mutate(int n, char *const *words) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     sim_races(true);
     std::vector<mutation> first, sites;
+    std::vector<bool> named((size_t)n);
     const auto add = [&](const mutation &m, std::vector<mutation> &to) {
-        if (mutant_wanted(m, text)) to.push_back(m);
+        bool wanted = !n;
+        for (int i = 0; i < n; i++)
+            if (mutant_has(m, words[i])) wanted = named[(size_t)i] = true;
+        if (wanted) to.push_back(m);
     };
     add({"no mutation", NULL, NULL, -1, {}, 0, {}, 0}, first);
     for (const edit &e : edits) add({e.what, e.test, &e, -1, {}, 0, {}, 0}, first);
     for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++)
         add({mistakes[i].what, mistakes[i].test, NULL, i, {}, 0, {}, 0}, first);
-    int failures = run_mutants(first);        /* before kernels are decoded here */
-    const bool all = !*text || first.empty(); /* else without sites, whose search runs all tests */
-    if (all)
+    int failures = run_mutants(first); /* before kernels are decoded here */
+    if (!n || std::count(named.begin(), named.end(), false))
         for (const mutation &m : find_sites()) add(m, sites);
     if (cuda_test_failures() || sim_violations()) return puts("there are failures without a mutation"), 1;
     failures += run_mutants(sites);
-    if (first.empty() && sites.empty()) return printf("no mutant has '%s' in a name\n", text), 1;
+    for (int i = 0; i < n; i++)
+        if (!named[(size_t)i]) printf("no mutant has '%s' in a name\n", words[i]), failures++;
     printf("%zu changes and mistakes, %zu synchronizing instructions left out, %d failures\n", first.size(),
            sites.size(), failures);
     return failures != 0;

@@ -9,7 +9,8 @@
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
  *   build/test_moe --editor     reads texts with the line editor, for tests/oracle/gen_screen.py
  *   build/test_moe --render-lines renders templates from stdin, for tests/oracle/gen_templates.py --fuzz
- *   build/test_cuda --mutate [TEXT]   leaves out every synchronizing instruction of the CUDA backend once
+ *   build/test_cuda --mutate [WORDS]  makes mistakes in the CUDA backend, and leaves out every synchronizing instruction of
+ *                               it once: some test must fail
  *   build/test_cuda [--capability 120|90|80] [--seed N] [--truncate 8|16] [--races 1] .. simulates another chip, a random
  *                               order of warps and blocks, tensor cores that cut sums off; looks for races
  *   build/test_cuda --coverage FILE .. appends which instructions of the PTX ran
@@ -319,7 +320,7 @@ static int run_other(int argc, char **argv) {
     if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
         test_dir_make(0);
-        int rc = cuda_test_mutate(argc > 2 ? argv[2] : "");
+        int rc = cuda_test_mutate(argc - 2, argv + 2);
         test_dir_remove();
         return rc;
     }
