@@ -11053,7 +11053,7 @@ static const struct kernels kernels_avx512 = {.name = "AVX-512 VNNI",
 /* ============================================================================================================
  * CPU kernels: AVX-512 VBMI
  *
- * Permutations of bytes, and affine maps of their bits (GFNI), decode FP8. All else is as with VNNI alone.
+ * FP8 is decoded by permutations of bytes (VBMI) and affine maps of their bits (GFNI). All else is as with VNNI alone.
  *
  * Budget of 64 FP8 weights: 21 instructions on the two units of 512 bits, of which 13 decode, 4 multiply by the scale
  * and 4 by activations.
@@ -11062,23 +11062,22 @@ static const struct kernels kernels_avx512 = {.name = "AVX-512 VNNI",
 #define VBMI        __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,gfni")))
 #define VBMI_INLINE VBMI INLINE
 
-/* Where vbmi_load_e4m3 takes byte i of its vectors from. They are interleaved to BF16 numbers, 8 in each lane of 128
- * bits; the lower ones of the pairs of numbers are then those of 16 codes in a row, and the upper ones those of the
- * next 16. */
+/* vbmi_from[i]: the code that vbmi_load_e4m3 puts into byte i. It then interleaves low and high bytes to BF16 numbers.
+ * With this order, the even numbers of a vector are 16 consecutive codes, and the odd numbers are the next 16. */
 #define VBMI_FROM(i)   (uint8_t)((i) / 16 * 4 + (i) % 8 / 2 + (i) % 2 * 16 + (i) % 16 / 8 * 32)
 #define VBMI_FROM4(i)  VBMI_FROM(i), VBMI_FROM((i) + 1), VBMI_FROM((i) + 2), VBMI_FROM((i) + 3)
 #define VBMI_FROM16(i) VBMI_FROM4(i), VBMI_FROM4((i) + 4), VBMI_FROM4((i) + 8), VBMI_FROM4((i) + 12)
 static const uint8_t vbmi_from[64] = {VBMI_FROM16(0), VBMI_FROM16(16), VBMI_FROM16(32), VBMI_FROM16(48)};
 
-/* Subnormal E4M3 codes are 0 to 7 times 2^-9. The lower byte of each as BF16, and the bits of its upper byte other than
- * those of the map for normal codes. */
+/* For the subnormal codes, which are 0 to 7 times 2^-9: the low byte of the BF16 number, and the bits in which its high
+ * byte differs from the map for normal codes. */
 static const uint8_t vbmi_subnormal_low[64] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60};
 static const uint8_t vbmi_subnormal_high[64] = {0x3c, 7, 7, 7};
 
-/* Converts 64 finite E4M3 codes to F32, 16 in each vector. A normal code seee emmm is as BF16 the bytes s011 1100 + eee
- * and emmm 0000: its magnitude shifted left by 4, plus 120 (the difference of the exponent biases) shifted left by 7.
- * Both bytes are affine maps of the bits of the code: if the first e is 1, the carry clears the four ones of 1111 and
- * sets the bit before them. */
+/* Converts 64 finite E4M3 codes to F32, 16 in each vector. A normal code seee emmm becomes the BF16 bytes
+ * s011 1100 + eee and emmm 0000: its magnitude shifted left by 4, plus 120 (the difference of the exponent biases)
+ * shifted left by 7. Both bytes are affine maps of the code's bits, the sum too: if the first e is 1, the carry clears
+ * the four ones and sets the bit above them. */
 VBMI_INLINE void vbmi_load_e4m3(const uint8_t *codes, __m512 out[4]) {
     const __m512i c = _mm512_permutexvar_epi8(_mm512_loadu_si512(vbmi_from), _mm512_loadu_si512(codes));
     const __mmask64 subnormal = _mm512_testn_epi8_mask(c, _mm512_set1_epi8(0x78));
@@ -11093,8 +11092,8 @@ VBMI_INLINE void vbmi_load_e4m3(const uint8_t *codes, __m512 out[4]) {
     }
 }
 
-/* avx512_tile of FP8: the same sums. Prefetches are spread over the rows, because loads wait for a burst of them: 1.15
- * times as fast (Sapphire Rapids). */
+/* avx512_tile for FP8, with the same sums. Each row issues its share of the prefetches, because loads wait behind a
+ * burst of them: 1.15 times as fast (Sapphire Rapids). */
 VBMI_INLINE __m512 vbmi_tile(enum gguf_type type, const struct gemm *g, int r0, int R, int t0, int T) {
     const size_t step = weights_bytes(type, 64); /* bytes of a row in a step of the loop */
     const int group = T > 1 ? R : 1;             /* rows that share a load of activations */
@@ -11111,7 +11110,7 @@ VBMI_INLINE __m512 vbmi_tile(enum gguf_type type, const struct gemm *g, int r0, 
             __m512 a[8][4];
             UNROLL for (int r = 0; r < group; r++, w += stride) {
                 const uint8_t *codes = fp8_code(w, i);
-                if (prefetches) { /* the rows that follow, in the order of memory, and this one from the second cache */
+                if (prefetches) { /* the rows that follow, in the order of memory; this row, from the second cache */
                     __builtin_prefetch(next, 0, 2);
                     __builtin_prefetch(codes + 2 * sizeof(struct block_fp8), 0, 3);
                     next += step;
