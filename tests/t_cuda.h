@@ -1099,9 +1099,10 @@ static const struct synth rel_shapes[] = {
     {"long rows", "inkling2",
      .keys = REL_KEYS
      "block_count=2 embedding_length=4160 attention.head_count=2 attention.head_count_kv=1 attention.key_length=64 "
-     "attention.sliding_window=20 attention.conv_kernel=3 attention.relative.head_length=10 "
-     "attention.relative.extent=30 attn_res.block_size=1 loop.first_layer=1 loop.layer_count=1 loop.pass_count=2 "
-     "loop.gate_rank=16 expert_count=2 expert_used_count=2 expert_feed_forward_length=64"}};
+     "attention.sliding_window=20 attention.sliding_window_pattern=1,0 attention.conv_kernel=3 "
+     "attention.relative.head_length=10 attention.relative.extent=30 attn_res.block_size=1 loop.first_layer=1 "
+     "loop.layer_count=1 loop.pass_count=2 loop.gate_rank=16 expert_count=2 expert_used_count=2 "
+     "expert_feed_forward_length=64"}};
 
 void cuda_test_relative(void) {
     static const int n[] = {40, 1, 16, 9, 33, 2, 17, 1, 0}, few[] = {18, 2, 0}, splits[] = {2, 1, 64};

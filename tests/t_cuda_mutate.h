@@ -1837,18 +1837,15 @@ static std::string edited(const char *kernel, std::string body) {
 
 #define COUNTED   "last_block: the warp that counts the block has written all logits; its lanes run together here"
 #define ONE_TOKEN "a warp takes one token: no other overwrites its scores"
+#define ONE_WARP  "channel_end: the lanes of the one warp run together here"
 #define SEQUENCE  "channel_end: other threads read the sequence before an earlier barrier, if at all"
-/* Instructions whose absence changes nothing: kernel, text, and why. */
+/* Instructions whose absence changes nothing: kernel, text, and why. These mutants are not run. */
 static const struct {
     const char *kernel, *text, *why;
 } equivalents[] = {
-    {"k_repack", "griddepcontrol.wait",
-     "before it is always a copy, the clearing of memory or itself, which has ended"},
-    {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
     {"k_wave_list", "griddepcontrol.wait", "experts_in_waves launches it when what is before it has ended"},
     {"k_add_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
     {"k_brought_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
-    {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
     {"k_route_decodeILi1ELb0E", "bar.sync 0 (3)", COUNTED},
     {"k_route_decodeILi16ELb0E", "bar.sync 0 (3)", COUNTED},
     {"k_route_decodeILi1ELb1E", "bar.sync 0 (5)", COUNTED},
@@ -1865,7 +1862,8 @@ static const struct {
     {"k_add_normILi2E", "bar.sync 0 (6)", SEQUENCE},
     {"k_add_normILi3E", "bar.sync 0 (6)", SEQUENCE},
     {"k_row_normILi7E", "bar.sync 0 (5)", SEQUENCE},
-    {"k_share_token", "bar.sync 0 (2)", "channel_end: the lanes of the one warp run together here"},
+    {"k_share_token", "bar.sync 0 (2)", ONE_WARP},
+    {"k_brought_rows", "bar.sync 0 (2)", ONE_WARP},
 };
 
 struct mutation {
@@ -1898,29 +1896,33 @@ struct mutation {
     _exit((m.edit || m.mistake >= 0) && !changes_made && !cuda_test_sums ? CHANGED_NOTHING : 0);
 }
 
+/* What a mutant leaves out. */
+static std::string text_of(const mutation &m) {
+    if (!m.site.text) return "";
+    std::string text(m.site.text, strcspn(m.site.text, ";"));
+    text.erase(std::remove(text.begin(), text.end(), '\t'), text.end()); /* of "bar.sync \t0" */
+    return text + " (" + std::to_string(m.number) + ")";
+}
+
+/* Why a mutant changes nothing, or NULL. */
+static const char *why_equivalent(const mutation &m) {
+    const std::string text = text_of(m);
+    for (auto &e : equivalents)
+        if (m.site.text && strstr(m.site.kernel, e.kernel) && text.find(e.text) != std::string::npos) return e.why;
+    return NULL;
+}
+
+static void print_mutant(const char *end, const mutation &m, const char *why) {
+    printf("%-6s %s%s%s%s%s\n", end, m.site.text ? m.site.kernel : m.what, m.site.text ? ": " : "", text_of(m).c_str(),
+           why ? ": " : "", why ? why : "");
+}
+
 /* Prints how a mutant ended. Returns whether that is a failure of the tests. */
 static bool mutant_ended(const mutation &m, int status) {
-    std::string text(m.site.text ? m.site.text : "", m.site.text ? strcspn(m.site.text, ";") : 0);
-    text.erase(std::remove(text.begin(), text.end(), '\t'), text.end()); /* of "bar.sync \t0" */
-    if (m.site.text) text += " (" + std::to_string(m.number) + ")";
-    const char *why = NULL;
-    for (auto &e : equivalents)
-        if (m.site.text && strstr(m.site.kernel, e.kernel) && text.find(e.text) != std::string::npos) why = e.why;
     const bool none = !m.site.text && !m.edit && m.mistake < 0,
                dies = status && (!WIFEXITED(status) || WEXITSTATUS(status) != CHANGED_NOTHING);
-    printf("%-6s %s%s%s%s%s\n",
-           dies   ? "dies"
-           : why  ? "known"
-           : none ? "lives"
-                  : "LIVES",
-           m.site.text ? m.site.kernel : m.what, m.site.text ? ": " : "", text.c_str(),
-           WIFSIGNALED(status) ? ": "
-           : why               ? ": "
-                               : "",
-           WIFSIGNALED(status) ? strsignal(WTERMSIG(status))
-           : why               ? why
-                               : "");
-    return none ? dies : !dies && !why;
+    print_mutant(dies ? "dies" : none ? "lives" : "LIVES", m, WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL);
+    return dies == none;
 }
 
 /* Runs mutants, as many at a time as there are processors. Returns how many should have died and have not. */
@@ -1931,6 +1933,10 @@ static int run_mutants(std::vector<mutation> &all) {
     for (size_t next = 0; next < all.size() || running;) {
         if (next < all.size() && running < most) {
             mutation &m = all[next++];
+            if (const char *why = why_equivalent(m)) {
+                print_mutant("known", m, why);
+                continue;
+            }
             fflush(stdout);
             if (!(m.pid = fork())) run_mutant(m);
             if (m.pid < 0) rank_fatal("cannot start a process");

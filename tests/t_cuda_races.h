@@ -61,6 +61,12 @@ __global__ void k_race_overlap(int *x, int *out, int ordered) {
     out[threadIdx.x] = y;
 }
 
+/* A launch that may overlap with one before it writes, with `ordered` after the wait. Nothing runs before it. */
+__global__ void k_race_alone(int *out, int ordered) {
+    if (ordered) grid_dependency_wait();
+    out[threadIdx.x] = 0;
+}
+
 /* The violations of a launch, which may follow another one. */
 template <class F>
 static int violations_of(F launches) {
@@ -80,19 +86,19 @@ extern "C" void cuda_test_races(void) {
             const char *what;
             int n;
         } found[] = {
-            {"shared memory", violations_of([&] { LAUNCH_PDL(k_race_shared, 1, 64, 0, test_stream, out.p, o); })},
+            {"shared memory", violations_of([&] { k_race_shared<<<1, 64, 0, test_stream>>>(out.p, o); })},
             {"shared memory that is reused",
-             violations_of([&] { LAUNCH_PDL(k_race_reused, 1, 64, 0, test_stream, out.p, o); })},
-            {"lanes", violations_of([&] { LAUNCH_PDL(k_race_lanes, 1, WARP, 0, test_stream, out.p, o); })},
-            {"blocks",
-             violations_of([&] { LAUNCH_PDL(k_race_blocks, 2, 64, 0, test_stream, x.p, count.p, out.p, o); })},
+             violations_of([&] { k_race_reused<<<1, 64, 0, test_stream>>>(out.p, o); })},
+            {"lanes", violations_of([&] { k_race_lanes<<<1, WARP, 0, test_stream>>>(out.p, o); })},
+            {"blocks", violations_of([&] { k_race_blocks<<<2, 64, 0, test_stream>>>(x.p, count.p, out.p, o); })},
             {"a counter without release",
-             violations_of([&] { LAUNCH_PDL(k_race_release, 2, 64, 0, test_stream, x.p, count.p + 1, out.p, o); })},
-            {"writes of blocks", violations_of([&] { LAUNCH_PDL(k_race_writes, 2, 64, 0, test_stream, x.p, o); })},
+             violations_of([&] { k_race_release<<<2, 64, 0, test_stream>>>(x.p, count.p + 1, out.p, o); })},
+            {"writes of blocks", violations_of([&] { k_race_writes<<<2, 64, 0, test_stream>>>(x.p, o); })},
             {"launches that overlap", violations_of([&] {
                  x.arrive();
                  LAUNCH_PDL(k_race_overlap, 1, 64, 0, test_stream, x.p, out.p, o);
-             })}};
+             })},
+            {"a launch alone", violations_of([&] { LAUNCH_PDL(k_race_alone, 1, 64, 0, test_stream, out.p, o); })}};
         for (auto &f : found)
             expect(ordered ? !f.n : f.n > 0, "%s, %s: %d violations", f.what, ordered ? "ordered" : "a race", f.n);
         must(cudaMemset(count.p, 0, count.bytes()), "clearing the counters");

@@ -360,7 +360,7 @@ static void block_run(Block &b) {
     }
     stores_land(b, b.late.size());
     b.status = ENDED;
-    if (L.overlaps && !b.waited && !L.failed)
+    if (L.programmatic && !b.waited && !L.failed)
         note("kernel %s: a block ends without griddepcontrol.wait: what follows may overtake the kernel before",
              L.k->name.c_str());
 }

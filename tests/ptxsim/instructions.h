@@ -584,7 +584,7 @@ struct Places {
 static void shadow_store(Block &b, const Insn &in, uintptr_t p, size_t n) {
     u64 *s = shadow_of(p);
     if (!s) return;
-    if (b.launch->overlaps && !b.waited)
+    if (b.launch->programmatic && !b.waited)
         note("kernel %s: stores to global memory before griddepcontrol.wait\n    at: %s", b.k->name.c_str(),
              insn_text(in).c_str());
     const u64 v = b.launch->seq << 32 | (u32)b.id;
@@ -597,7 +597,7 @@ static void shadow_stores(Warp &w, const Insn &in, const Places &at, size_t n) {
     const u64 v = b.launch->seq << 32 | (u32)b.id;
     u64 *const s = shadow_of(at.lo);
     const uintptr_t word = at.lo & ~(uintptr_t)3; /* that s[0] stands for */
-    const bool plain = s && shadow_of(at.hi - 1) && (!b.launch->overlaps || b.waited);
+    const bool plain = s && shadow_of(at.hi - 1) && (!b.launch->programmatic || b.waited);
     if (plain && at.row) {
         for (uintptr_t p = at.lo; p < at.hi; p = (p | (LATEST_BYTES - 1)) + 1) latest_write(p, (u32)b.launch->seq);
         for (size_t i = 0, e = (at.hi - word + 3) / 4; i < e; i++) s[i] = v;

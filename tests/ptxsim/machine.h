@@ -274,7 +274,9 @@ struct Launch {
     std::vector<u8> params;
     Stream *stream;
     int device;
-    bool overlaps; /* it may begin before those before it in the stream have ended */
+    bool programmatic; /* by programmatic stream serialization: has to execute griddepcontrol.wait, because whether
+                        * something runs before it depends on how fast the host is */
+    bool overlaps;     /* it may begin before those before it in the stream have ended */
     /* Those have ended. Written and read by the thread of its stream. */
     bool released;
     u64 seq = 0;             /* counts launches of all streams from 1 */

@@ -305,7 +305,7 @@ static cudaError_t launch(Function *f, dim3 grid, dim3 block, void **args, size_
     L->params.resize(k->param_bytes);
     for (size_t i = 0; i < k->params.size(); i++)
         memcpy(L->params.data() + k->params[i].at, args[i], k->params[i].size);
-    L->overlaps = overlaps;
+    L->programmatic = L->overlaps = overlaps && k->image->cc >= 90; /* chips before ignore the attribute */
     if (s->capture) {
         s->capture->nodes.push_back({std::move(L), NULL});
         return cudaSuccess;
@@ -319,7 +319,7 @@ static cudaError_t launch(Function *f, dim3 grid, dim3 block, void **args, size_
 static std::shared_ptr<Launch> launch_copy(const Launch &from, Stream *s, bool first) {
     auto L = std::make_shared<Launch>();
     L->k = from.k, L->grid = from.grid, L->block = from.block, L->dynamic = from.dynamic, L->params = from.params;
-    L->stream = s, L->device = s->device, L->overlaps = from.overlaps && !first;
+    L->stream = s, L->device = s->device, L->programmatic = from.programmatic, L->overlaps = from.overlaps && !first;
     return L;
 }
 
