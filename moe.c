@@ -11083,7 +11083,7 @@ VBMI_INLINE void vbmi_load_e4m3(const uint8_t *codes, __m512 out[4]) {
     const __mmask64 subnormal = _mm512_testn_epi8_mask(c, _mm512_set1_epi8(0x78));
     __m512i low = _mm512_gf2p8affine_epi64_epi8(c, _mm512_set1_epi64(0x0000000001020408), 0);
     __m512i high = _mm512_gf2p8affine_epi64_epi8(c, _mm512_set1_epi64(0x1020404040404080), 0x3c);
-    if (__builtin_expect(subnormal != 0, 0)) { /* of normally distributed weights that fill the range, 1 in 8,000 */
+    if (__builtin_expect(subnormal != 0, 0)) { /* 1 in 8,000 normally distributed weights that fill the range */
         low = _mm512_mask_permutexvar_epi8(low, subnormal, c, _mm512_loadu_si512(vbmi_subnormal_low));
         high = _mm512_xor_si512(high,
                                 _mm512_maskz_permutexvar_epi8(subnormal, c, _mm512_loadu_si512(vbmi_subnormal_high)));

@@ -274,8 +274,8 @@ struct Launch {
     std::vector<u8> params;
     Stream *stream;
     int device;
-    bool programmatic; /* by programmatic stream serialization: has to execute griddepcontrol.wait, because whether
-                        * something runs before it depends on how fast the host is */
+    bool programmatic; /* its blocks have to execute griddepcontrol.wait: it has the attribute of programmatic stream
+                        * serialization, and the host's speed decides whether an earlier launch still runs */
     bool overlaps;     /* it may begin before those before it in the stream have ended */
     /* Those have ended. Written and read by the thread of its stream. */
     bool released;

@@ -305,7 +305,7 @@ static cudaError_t launch(Function *f, dim3 grid, dim3 block, void **args, size_
     L->params.resize(k->param_bytes);
     for (size_t i = 0; i < k->params.size(); i++)
         memcpy(L->params.data() + k->params[i].at, args[i], k->params[i].size);
-    L->programmatic = L->overlaps = overlaps && k->image->cc >= 90; /* chips before ignore the attribute */
+    L->programmatic = L->overlaps = overlaps && k->image->cc >= 90; /* chips before 9.0 ignore it */
     if (s->capture) {
         s->capture->nodes.push_back({std::move(L), NULL});
         return cudaSuccess;
