@@ -4449,6 +4449,15 @@ static int loader_int(struct loader *l, const char *suffix) {
     return loader_int_or(l, suffix, key_rule_of(suffix)->dflt);
 }
 
+/* Refuses an array that has neither a value for each layer of the model nor one for each of the file, which may have MTP
+ * layers that do not run. */
+static void loader_check_list(struct loader *l, const char *key, const struct gguf_kv *kv) {
+    const int blocks = model_blocks(l->m);
+    if (kv && kv->is_array && kv->n != (uint64_t)blocks && kv->n != (uint64_t)(blocks + l->m->n_unused))
+        loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
+                    (unsigned long long)kv->n, blocks);
+}
+
 /* An integer for every layer, from one number for all or an array of block_count numbers, within the table's range and
  * [lo, hi]. Without the key all are the table's default. */
 static void loader_ints_in(struct loader *l, const char *suffix, int64_t lo, int64_t hi, int out[MAX_LAYERS]) {
@@ -4460,9 +4469,7 @@ static void loader_ints_in(struct loader *l, const char *suffix, int64_t lo, int
     if (lo < (int64_t)rule->lo) lo = (int64_t)rule->lo;
     if (hi > (int64_t)rule->hi) hi = (int64_t)rule->hi;
     if (!kv && rule->dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
-    if (kv && kv->is_array && kv->n != (uint64_t)blocks)
-        loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
-                    (unsigned long long)kv->n, blocks);
+    loader_check_list(l, key, kv);
     for (int il = 0; il < blocks && !l->failed; il++) {
         int64_t v = kv ? 0 : (int64_t)rule->dflt;
         if (kv && !gguf_elem_int(kv, kv->is_array ? (uint64_t)il : 0, &v))
@@ -4504,9 +4511,7 @@ static void loader_nums(struct loader *l, const char *suffix, float out[MAX_LAYE
     const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     const int blocks = model_blocks(l->m);
-    if (kv && kv->is_array && kv->n != (uint64_t)blocks)
-        loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
-                    (unsigned long long)kv->n, blocks);
+    loader_check_list(l, key, kv);
     for (int il = 0; il < blocks && !l->failed; il++) {
         double v = rule->dflt;
         if (kv && !gguf_elem_f64(kv, kv->is_array ? (uint64_t)il : 0, &v))

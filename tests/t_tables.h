@@ -16,14 +16,14 @@ static bool rewrite_open(struct rewrite *x, const char *fixture) {
     return CHECK(gguf_open(&x->from, path, err, ERR_MAX) == 0, "%s", err);
 }
 
-/* Copies the metadata but for `without` (NULL: all of them). */
+/* Copies the metadata but for the keys in the list `without`, see word_in_list (NULL: all of them). */
 static void rewrite_keys(struct rewrite *x, const char *without) {
     for (uint32_t i = 0; i < x->from.n_kv; i++) {
         const struct gguf_kv *kv = &x->from.kv[i];
         const uint8_t *from = (const uint8_t *)kv->key.p - 8;
         const uint8_t *end = i + 1 < x->from.n_kv ? (const uint8_t *)x->from.kv[i + 1].key.p - 8
                                                   : (const uint8_t *)x->from.tensors[0].name.p - 8;
-        if (without && gguf_str_eq(kv->key, without)) continue;
+        if (without && word_in_list(kv->key, without)) continue;
         gguf_put(&x->w, from, (size_t)(end - from));
         x->w.n_kv++;
     }
@@ -161,6 +161,42 @@ static void test_tables_arrays(void) {
                 CHECK(model_load(&bad, path, err) && strstr(err, keys[i]) && strstr(err, "expected one for each"),
                       "a short list: %s", err);
         }
+    model_free(&m);
+}
+
+/* llama.cpp's file of a family whose MTP layer does not run: that layer is there, and lists have a value for it. */
+static void test_tables_mtp_unused(void) {
+    static const char *const none[] = {NULL};
+    static const int32_t heads[] = {4, 4, 2, 4, 4};
+    static const bool windowed[] = {false, false, true, false, false}, types[] = {true, true, false, true, true};
+    struct model m;
+    struct rewrite x;
+    char err[ERR_MAX];
+    if (!fixture_load("dots3_note", &m)) return;
+    for (int more = 0; more < 2; more++) {
+        if (!rewrite_open(&x, "dots3_note")) return;
+        rewrite_keys(&x, "dots3note.block_count dots3note.attention.head_count dots3note.attention.indexer.types "
+                         "dots3note.attention.sliding_window_pattern");
+        gguf_put_u32(&x.w, "dots3note.block_count", 5);
+        gguf_put_u32(&x.w, "dots3note.nextn_predict_layers", (uint32_t)(1 + more));
+        gguf_put_array(&x.w, "dots3note.attention.head_count", GGUF_V_I32, 5, heads);
+        gguf_put_array(&x.w, "dots3note.attention.sliding_window_pattern", GGUF_V_BOOL, (uint64_t)(5 - more), windowed);
+        gguf_put_array(&x.w, "dots3note.attention.indexer.types", GGUF_V_BOOL, 5, types);
+        rewrite_tensors(&x, none);
+        for (uint32_t i = 0; i < x.from.n_tensors; i++) {
+            char name[GGUF_MAX_NAME + 1], copy[GGUF_MAX_NAME + 16];
+            gguf_printable(x.from.tensors[i].name, name, sizeof name);
+            if (strncmp(name, "blk.3.", 6)) continue;
+            snprintf(copy, sizeof copy, "blk.4.%s", name + 6);
+            rewrite_joined(&x, copy, (const char *const[]){name}, 1);
+        }
+        const char *path = rewrite_close(&x);
+        struct model bad;
+        if (!more) rewrite_compare(path, &m);
+        else
+            CHECK(model_load(&bad, path, err) && strstr(err, "sliding_window_pattern") && strstr(err, "of 3 layers"),
+                  "a list of 4 values for 3 layers of 5: %s", err);
+    }
     model_free(&m);
 }
 
@@ -533,10 +569,11 @@ static void test_tables_qwen4_keys(void) {
     }
 }
 
-#define TESTS_TABLES                                                                                  \
-    {"model/nearest", test_tables_nearest}, {"readme/refused", test_readme_refused},                  \
-        {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
-        {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4},     \
-        {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},      \
-        {"model/kda-keys", test_tables_kda_keys}, {"model/inkling2-keys", test_tables_inkling2_keys}, \
-        {"model/qwen4-keys", test_tables_qwen4_keys}, {"model/gemma4-keys", test_tables_gemma4_keys},
+#define TESTS_TABLES                                                                                      \
+    {"model/nearest", test_tables_nearest}, {"readme/refused", test_readme_refused},                      \
+        {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},        \
+        {"model/mtp-unused", test_tables_mtp_unused}, {"model/experts-used", test_tables_experts_used},   \
+        {"model/prec-a4", test_tables_prec_a4}, {"model/file-halves", test_tables_halves},                \
+        {"model/delta-keys", test_tables_delta_keys}, {"model/kda-keys", test_tables_kda_keys},           \
+        {"model/inkling2-keys", test_tables_inkling2_keys}, {"model/qwen4-keys", test_tables_qwen4_keys}, \
+        {"model/gemma4-keys", test_tables_gemma4_keys},
