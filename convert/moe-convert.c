@@ -3331,15 +3331,15 @@ static void config_gemma4(void) {
     src.tied = get_bool(c, "tie_word_embeddings", get_bool(src.top, "tie_word_embeddings", true));
 }
 
-/* Writes the keys of Gemma 4's layers with a window, and those that say what its larger siblings lack. */
+/* Writes the keys of Gemma 4's layers with a window, and those that say what its larger siblings lack. A cap of 0 is none,
+ * where llama.cpp takes 30 for no key. */
 static void put_gemma4(void) {
     struct doc c = src.cfg;
     kv_u32("attention.key_length_swa", window_head_k());
     kv_u32("attention.value_length_swa", window_head_k());
     kv_u32("attention.shared_kv_layers", 0);
     kv_u32("embedding_length_per_layer_input", 0);
-    if (!json_is_null(json_object_get(c.obj, "final_logit_softcapping")) && get(c, "final_logit_softcapping"))
-        kv_num(c, "final_logit_softcapping", get_num(c, "final_logit_softcapping", NAN), "final_logit_softcapping");
+    kv_num(c, "final_logit_softcapping", get_num(c, "final_logit_softcapping", 0), "final_logit_softcapping");
 }
 
 static const struct renaming gemma4_names[] = {{"post_attention_layernorm", "pre_feedforward_layernorm", EVERYWHERE},
@@ -3534,8 +3534,12 @@ static void config_dbrx(void) {
     src.eps_key = "layer_norm_eps";
 }
 
-/* Writes what DBRX limits queries, keys and values to; 0: nothing. */
-static void put_dbrx(void) { kv_num(src.cfg, "clip_qkv", get_num(src.cfg, "clip_qkv", 0), "attention.clamp_kqv"); }
+/* Writes what DBRX limits queries, keys and values to; 0: nothing. llama.cpp takes the width of experts from the key of
+ * dense layers. */
+static void put_dbrx(void) {
+    kv_num(src.cfg, "clip_qkv", get_num(src.cfg, "clip_qkv", 0), "attention.clamp_kqv");
+    kv_u32("feed_forward_length", size_of(src.width_key));
+}
 
 static const struct renaming dbrx_names[] = {{"self_attn.qkv_proj", "norm_attn_norm.attn.Wqkv", EVERYWHERE},
                                              {"self_attn.o_proj", "norm_attn_norm.attn.out_proj", EVERYWHERE},
