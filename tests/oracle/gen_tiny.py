@@ -1794,7 +1794,8 @@ def draw(fixture, name, shape, tied, centred):
     x = rng.standard_normal(shape)
     if "hc_" in name and name.endswith(("scale", "base")):
         return (1 + 0.3 * x if name.endswith("scale") else 0.7 * x).astype(np.float32)
-    if name.endswith(("norm.bias", "lm_head.bias")):  # the same for all tokens: more would hide what they differ in
+    # Of all tokens the same: more would hide what they differ in
+    if name.endswith(("norm.bias", "lm_head.bias")) and "vis" not in name:
         return (0.3 * x).astype(np.float32)
     if "attn_res." in name or "cross_pass" in name or ".rel_logits_proj." in name:
         return ((0.3 if "logits" in name else 0.5) * x).astype(np.float32)
@@ -3231,6 +3232,7 @@ def watch_pools(layer, x, latent, chosen, gaps):
         seen = {i.item() * size + j for i in best.indices[:k] for j in range(size)} | set(tail)
         same = seen == set(chosen[t].tolist()) - {-1}
         assert same or gap[t] < 1e-5, "transformers chooses other pools"
+    gaps.append(gap)
 
 
 def index_means(layer, x, cos, sin):
@@ -3419,7 +3421,7 @@ def declare(kind, names):
     if kind == "modelopt_experts":  # an MTP layer is left as it was
         mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
-            "lm_head", "*mlp.gate", "*primary_router", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
+            "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
     if kind == "modelopt_glm_dsa":  # the same list in both files, but for the names; the MTP layer is left as it was
         layers = 1 + max(int(m[1]) for n in names if (m := re.match(r"model\.layers\.(\d+)\.", n)))
         sparse = [f"model.layers.{i}" for i in range(1, layers - 1)]
