@@ -35,7 +35,7 @@ extern "C" int cuda_test_failures(void);
 extern "C" void cuda_test_end_at_failure(void);
 extern "C" bool cuda_test_sums;
 
-enum { MUTANT_SECONDS = 900, CHANGED_NOTHING = 3 /* exit code */ };
+enum { LOOK_SECONDS = 60, MUTANT_SECONDS = 3600 /* of processors */, CHANGED_NOTHING = 3 /* exit code */ };
 static const struct {
     const char *name;
     void (*fn)();
@@ -1873,13 +1873,14 @@ struct mutation {
     struct sim_site site;    /* text NULL: none */
     int number;              /* of the site among those of its kernel, in the order of the PTX */
     bool reached[MUTANT_TESTS];
-    pid_t pid;
+    pid_t pid;       /* 0: does not run */
+    double used = 0; /* seconds of processors at the last look */
+    int idle = 0;    /* looks in a row that found no more of them */
 };
 
 /* In a child: runs the tests that reach the mutation. */
 [[noreturn]] static void run_mutant(const mutation &m) {
     if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(2);
-    alarm(MUTANT_SECONDS);
     mutant = true, test_stream = NULL, seed_offset = 1;
     sim_end_at_violation();
     cuda_test_end_at_failure();
@@ -1925,10 +1926,22 @@ static bool mutant_ended(const mutation &m, int status) {
     return dies == none;
 }
 
+/* Ends a mutant that has used no processor from one look to the next, twice, or more of them than all tests take. That a
+ * machine is busy, or has halted the mutant, ends none. */
+static void look_at(mutation &m) {
+    clockid_t clock;
+    struct timespec t;
+    if (clock_getcpuclockid(m.pid, &clock) || clock_gettime(clock, &t)) return; /* it has ended */
+    const double used = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    m.idle = used - m.used < 0.1 ? m.idle + 1 : 0, m.used = used;
+    if (m.idle == 2 || used > MUTANT_SECONDS) kill(m.pid, SIGALRM);
+}
+
 /* Runs mutants, as many at a time as there are processors. Returns how many should have died and have not. */
 static int run_mutants(std::vector<mutation> &all) {
     const long most = sysconf(_SC_NPROCESSORS_ONLN);
     long running = 0;
+    time_t looked = time(NULL);
     int failures = 0;
     for (size_t next = 0; next < all.size() || running;) {
         if (next < all.size() && running < most) {
@@ -1944,10 +1957,13 @@ static int run_mutants(std::vector<mutation> &all) {
             continue;
         }
         int status = 0;
-        const pid_t pid = wait(&status);
-        running--;
+        const pid_t pid = waitpid(-1, &status, WNOHANG);
+        if (!pid) usleep(20000);
+        const bool look = time(NULL) - looked >= LOOK_SECONDS;
+        if (look) looked = time(NULL);
         for (mutation &m : all)
-            if (m.pid == pid) failures += mutant_ended(m, status);
+            if (m.pid && m.pid == pid) running--, m.pid = 0, failures += mutant_ended(m, status);
+            else if (m.pid && look) look_at(m);
     }
     return failures;
 }
