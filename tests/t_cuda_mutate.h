@@ -35,7 +35,7 @@ extern "C" int cuda_test_failures(void);
 extern "C" void cuda_test_end_at_failure(void);
 extern "C" bool cuda_test_sums;
 
-enum { LOOK_SECONDS = 60, MUTANT_SECONDS = 3600 /* of processors */, CHANGED_NOTHING = 3 /* exit code */ };
+enum { LOOK_SECONDS = 60, MUTANT_SECONDS = 3600 /* of processor time */, CHANGED_NOTHING = 3 /* exit code */ };
 static const struct {
     const char *name;
     void (*fn)();
@@ -1874,8 +1874,8 @@ struct mutation {
     int number;              /* of the site among those of its kernel, in the order of the PTX */
     bool reached[MUTANT_TESTS];
     pid_t pid;       /* 0: does not run */
-    double used = 0; /* seconds of processors at the last look */
-    int idle = 0;    /* looks in a row that found no more of them */
+    double used = 0; /* processor time at the last look, seconds */
+    int idle = 0;    /* looks in a row that found no more of it */
 };
 
 /* In a child: runs the tests that reach the mutation. */
@@ -1926,8 +1926,8 @@ static bool mutant_ended(const mutation &m, int status) {
     return dies == none;
 }
 
-/* Ends a mutant that has used no processor from one look to the next, twice, or more of them than all tests take. That a
- * machine is busy, or has halted the mutant, ends none. */
+/* Ends a mutant that hangs: it used no processor time between one look and the next, twice in a row, or more than all
+ * tests take. A busy machine ends none. */
 static void look_at(mutation &m) {
     clockid_t clock;
     struct timespec t;

@@ -1794,7 +1794,7 @@ def draw(fixture, name, shape, tied, centred):
     x = rng.standard_normal(shape)
     if "hc_" in name and name.endswith(("scale", "base")):
         return (1 + 0.3 * x if name.endswith("scale") else 0.7 * x).astype(np.float32)
-    # Of all tokens the same: more would hide what they differ in
+    # These are the same for all tokens: a larger spread would hide what tokens differ in
     if name.endswith(("norm.bias", "lm_head.bias")) and "vis" not in name:
         return (0.3 * x).astype(np.float32)
     if "attn_res." in name or "cross_pass" in name or ".rel_logits_proj." in name:
